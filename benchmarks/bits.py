@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does offstage give the bits of `torch.optim.AdamW(fused=True)`?
+
+    python -m benchmarks.bits
+
+Fixed gradients from 1e-30 to 1e3, and zeros, for 100 steps. For 16-bit parameters the reference is the same
+optimizer on fp32 masters, cast. Every case runs plainly and with delays injected into each lane.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import offstage
+from benchmarks.common import write_row
+from offstage.lanes import AcceleratorLanes, Lane, Mark, use_lanes
+
+SHAPES = [(1021, 1031), (4096,), (33, 65), (2048, 512), (7,), (1,), (300_007,)]
+DELAY_CYCLES = 2_000_000  # about a millisecond
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of the comparison."""
+
+    name: str
+    dtype: torch.dtype = torch.float32
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    tensor_lr: bool = False
+    reference_dtype: torch.dtype = torch.float32
+
+
+ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+BF16 = torch.bfloat16
+CASES = [
+    Case("fp32", options=ADAMW),
+    Case("fp32, half of it resident", options=ADAMW, config={"fraction": 0.5}),
+    Case("fp32, all resident", options=ADAMW, config={"fraction": 0.0}),
+    Case("fp32, no weight decay", options=ADAMW | {"weight_decay": 0.0}),
+    Case("fp32, amsgrad", options=ADAMW | {"amsgrad": True}),
+    Case("fp32, maximize", options=ADAMW | {"maximize": True}),
+    Case("fp32, tensor lr", options=ADAMW, tensor_lr=True),
+    Case("fp32, Adam with L2", cls=torch.optim.Adam, options=ADAMW),
+    Case("fp32, Adam, amsgrad", cls=torch.optim.Adam, options=ADAMW | {"amsgrad": True, "weight_decay": 0.0}),
+    Case("bf16, fp32 masters", BF16, options=ADAMW),
+    Case("bf16, split masters", BF16, options=ADAMW, config={"master_weights": "split"}),
+    Case("bf16, split masters, half resident", BF16, options=ADAMW, config={"master_weights": "split", "fraction": 0.5}),
+    Case("fp16, fp32 masters", torch.float16, options=ADAMW),
+    Case(
+        "bf16, no masters, bf16 moments",
+        BF16,
+        options=ADAMW,
+        config={"master_weights": "none", "state_dtype": "bfloat16"},
+        reference_dtype=BF16,
+    ),
+]
+
+
+class DelayedLanes(AcceleratorLanes):
+    """Every piece of work on `lane` is preceded by a millisecond of nothing."""
+
+    def __init__(self, device: torch.device, lane: Lane) -> None:
+        super().__init__(device)
+        self._delayed = lane
+
+    def submit(self, lane: Lane, work: Callable[[], None], **arguments: Any) -> Mark:
+        def delayed() -> None:
+            torch.cuda._sleep(DELAY_CYCLES)
+            work()
+
+        return super().submit(lane, delayed if lane is self._delayed else work, **arguments)
+
+
+def gradients(steps: int, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
+    """The same gradients every time: magnitudes 1e-30 to 1e3, one element in eight 0."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    for _ in range(steps):
+        grads = []
+        for shape in SHAPES:
+            exponent = torch.rand(shape, generator=generator, device="cuda") * 33 - 30
+            value = torch.randn(shape, generator=generator, device="cuda") * torch.pow(10.0, exponent)
+            zero = torch.rand(shape, generator=generator, device="cuda") < 0.125
+            grads.append(torch.where(zero, 0.0, value).to(dtype))
+        yield grads
+
+
+def start_weights(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(3)
+    return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in SHAPES]
+
+
+def train(case: Case, steps: int, *, ours: bool) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """Weights after `steps` steps, and the optimizer. Two groups, the second with another lr; a decaying lr."""
+    dtype = case.dtype if ours else case.reference_dtype
+    params = [torch.nn.Parameter(w.to(dtype)) for w in start_weights(case.dtype)]
+    options = dict(case.options)
+    base = options["lr"]
+    rates = [torch.tensor(lr, device="cuda") if case.tensor_lr else lr for lr in (base, base / 3)]
+    groups = [{"params": params[:4], "lr": rates[0]}, {"params": params[4:], "lr": rates[1]}]
+    optimizer: torch.optim.Optimizer = case.cls(groups, **options, fused=True)
+    if ours:
+        optimizer = offstage.offload(optimizer, chunk_bytes="1MiB", min_bytes=0, **case.config)
+    for number, grads in enumerate(gradients(steps, case.dtype)):
+        factor = 0.5 * (1 + math.cos(math.pi * number / steps))
+        for group, lr in zip(optimizer.param_groups, (base, base / 3), strict=True):
+            if case.tensor_lr:
+                group["lr"].fill_(lr * factor)
+            else:
+                group["lr"] = lr * factor
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.to(dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in params], optimizer
+
+
+def mismatches(case: Case, steps: int) -> dict[str, int]:
+    """Elements that differ from the reference: weights, and each moment (and master) by name."""
+    reference, plain = train(case, steps, ours=False)
+    weights, offloaded = train(case, steps, ours=True)
+    count = {"weights": sum(_differ(w, r.to(w.dtype)) for w, r in zip(weights, reference, strict=True))}
+    ours, theirs = offloaded.state_dict()["state"], plain.state_dict()["state"]
+    for index, expected in theirs.items():
+        for name, value in expected.items():
+            count[name] = count.get(name, 0) + _differ(ours[index][name].cuda(), value.cuda())
+        if "master_weight" in ours[index]:
+            differ = _differ(ours[index]["master_weight"].cuda(), reference[index])
+            count["master_weight"] = count.get("master_weight", 0) + differ
+    return count
+
+
+def _differ(a: torch.Tensor, b: torch.Tensor) -> int:
+    assert a.dtype == b.dtype, (a.dtype, b.dtype)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return int((~same).sum())
+
+
+def main(steps: int = 100) -> None:
+    elements = sum(math.prod(shape) for shape in SHAPES)
+    for case in CASES:
+        row = {"case": case.name, "steps": steps, "elements": elements}
+        write_row("bits", row | {"mismatches": mismatches(case, steps)})
+    for case in CASES:
+        if case.name in ("fp32", "bf16, fp32 masters", "bf16, split masters", "fp32, half of it resident"):
+            for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE):
+                with use_lanes(lambda device, lane=lane: DelayedLanes(device, lane)):
+                    count = mismatches(case, steps)
+                row = {"case": case.name, "steps": steps, "elements": elements, "delayed_lane": lane.value}
+                write_row("bits", row | {"mismatches": count})
+
+
+if __name__ == "__main__":
+    main()

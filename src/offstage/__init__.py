@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""offstage keeps training state off the accelerator until it is needed."""
+
+from offstage.config import OffloadConfig
+from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
+from offstage.optimizer import OffloadedOptimizer, offload
+
+__all__ = [
+    "ConfigError",
+    "OffloadConfig",
+    "OffloadIneffectiveError",
+    "OffloadedOptimizer",
+    "OffstageError",
+    "offload",
+]
+__version__ = "0.1.0"

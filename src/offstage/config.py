@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`OffloadConfig`: everything a user can choose, validated when it is made. Used by `offload()`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from offstage.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", start=1)}
+_UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", start=1)}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+MIN_CHUNK_BYTES = 16 * 1024
+
+
+def parse_size(value: int | str, field: str) -> int:
+    """Bytes from an int or a string such as ``"8GiB"``."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].upper() in _UNITS:
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    else:
+        raise ConfigError(
+            f"{field} expects a number of bytes or a size such as '8GiB' or '512MB'; found {value!r}."
+        )
+    if size < 0:
+        raise ConfigError(f"{field} expects a size of at least 0 bytes; found {value!r}.")
+    return size
+
+
+def format_size(num_bytes: float) -> str:
+    """``1536`` → ``1.5 KiB``; used in every message and table."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What leaves the device, who updates it, when, in which format, and how it moves.
+
+    Sizes are bytes or strings such as ``"8GiB"``; after construction they are bytes.
+    """
+
+    # What leaves
+
+    fraction: float | None = None
+    """Share of the state's bytes that leaves the device, met to within one parameter. ``None``: all of it, or
+    what `device_budget` decides. ``0.0``: off, with no streams, arenas, transfers or hooks."""
+
+    device_budget: int | str | None = None
+    """Most bytes of state on the device: resident state, slots and window together."""
+
+    host_budget: int | str | None = None
+    """Most bytes of host memory for state."""
+
+    min_bytes: int | str = "64KiB"
+    """Parameters with less state than this stay resident."""
+
+    # Who updates
+
+    rule: Literal["auto", "torch"] = "auto"
+    """``"auto"``: offstage's own kernels for Adam and AdamW, the user's class for the others.
+    ``"torch"``: the user's own class does the arithmetic, always."""
+
+    # Formats
+
+    master_weights: Literal["auto", "none", "fp32", "split"] = "auto"
+    """fp32 copies of 16-bit parameters. ``"auto"``: fp32 masters for 16-bit parameters. ``"split"``: the bf16
+    weight plus 16 bits on the host, lossless, 10 bytes per parameter instead of 12 (Adam and AdamW)."""
+
+    state_dtype: str | Mapping[str, str] = "float32"
+    """Format of the moments for Adam and AdamW: ``"float32"``, ``"bfloat16"``, or a mapping per state key."""
+
+    # Movement
+
+    chunk_bytes: int | str = "64MiB"
+    """Size of a slot: all state keys of one chunk together."""
+
+    slots: int = 3
+    """Device staging buffers. One fetches, one updates, one stores."""
+
+    pin_memory: bool = True
+    """Register the arenas with the accelerator. Without it copies run several times slower."""
+
+    def __post_init__(self) -> None:
+        for field in ("device_budget", "host_budget", "min_bytes", "chunk_bytes"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, parse_size(getattr(self, field), field))
+        self._check_numbers()
+        self._check_choices()
+        self._check_contradictions()
+
+    @classmethod
+    def build(cls, config: OffloadConfig | None, overrides: Mapping[str, Any]) -> OffloadConfig:
+        """`config` with `overrides` on top; an unknown field raises and names the nearest one."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in overrides:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}."
+                raise ConfigError(f"OffloadConfig has no field {name!r}; {hint}")
+        if config is None:
+            return cls(**overrides)
+        if not isinstance(config, cls):
+            raise ConfigError(
+                f"config expects an OffloadConfig; found {type(config).__name__}. "
+                "Pass single settings as keywords: offload(optimizer, model, fraction=0.5)."
+            )
+        return dataclasses.replace(config, **overrides)
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The format in which the moment `key` is kept."""
+        name = self.state_dtype if isinstance(self.state_dtype, str) else self.state_dtype.get(key, "float32")
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+
+    def _check_numbers(self) -> None:
+        fraction = self.fraction
+        if fraction is not None and not (
+            isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and 0.0 <= fraction <= 1.0
+        ):
+            raise ConfigError(
+                f"fraction expects a number from 0.0 to 1.0 (a share of the state's bytes); found {fraction!r}. "
+                "Use 1.0 to offload everything, 0.0 to switch offloading off."
+            )
+        if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 1:
+            raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Use 3.")
+        if self.chunk_bytes < MIN_CHUNK_BYTES:  # type: ignore[operator]
+            raise ConfigError(
+                f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {self.chunk_bytes} bytes. "
+                "Copies run at full speed from about 16 MiB per state key."
+            )
+
+    def _check_choices(self) -> None:
+        choices = {"rule": ("auto", "torch"), "master_weights": ("auto", "none", "fp32", "split")}
+        for field, allowed in choices.items():
+            if getattr(self, field) not in allowed:
+                raise ConfigError(f"{field} expects one of {allowed}; found {getattr(self, field)!r}.")
+        mapping = {"": self.state_dtype} if isinstance(self.state_dtype, str) else self.state_dtype
+        for key, name in mapping.items():
+            if name not in ("float32", "bfloat16"):
+                raise ConfigError(
+                    f"state_dtype{f'[{key!r}]' if key else ''} expects 'float32' or 'bfloat16'; found {name!r}."
+                )
+
+    def _check_contradictions(self) -> None:
+        if self.fraction == 0.0 and self.device_budget is not None:
+            raise ConfigError(
+                f"fraction=0.0 keeps all state on the device, which contradicts device_budget="
+                f"{format_size(self.device_budget)}. Give one of the two."  # type: ignore[arg-type]
+            )
+        if self.rule == "torch" and self.master_weights == "split":
+            raise ConfigError(
+                "master_weights='split' is arithmetic of offstage's own Adam and AdamW rules and contradicts "
+                "rule='torch'. Use master_weights='fp32', or rule='auto'."
+            )
+        if self.rule == "torch" and self.state_dtype != "float32":
+            raise ConfigError(
+                "state_dtype is a choice of offstage's own Adam and AdamW rules and contradicts rule='torch', "
+                "where the user's class decides. Remove state_dtype, or use rule='auto'."
+            )

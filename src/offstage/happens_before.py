@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A happens-before checker: raises on two conflicting accesses to one buffer that no chain of marks orders.
+
+Every lane has a clock; work knows the latest tick of every lane that is certain to lie before it. Wrong bytes alone
+miss half of the missing waits, because the wrong order has to happen; this finds them in any order. Used by
+`LazyLanes`; it needs only declared accesses, so it can also be run over the log of a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from offstage.errors import RaceError
+
+Clock = dict[str, int]
+"""Lane → the latest tick of it that is known to have passed."""
+
+
+def join(target: Clock, other: Clock) -> None:
+    """`target` now also comes after everything `other` comes after."""
+    for lane, tick in other.items():
+        if tick > target.get(lane, 0):
+            target[lane] = tick
+
+
+@dataclass(slots=True)
+class _Access:
+    start: int
+    stop: int
+    write: bool
+    lane: str
+    tick: int
+    what: str
+
+
+class HappensBefore:
+    """The accesses that later ones must still be ordered against."""
+
+    def __init__(self) -> None:
+        self._accesses: list[_Access] = []
+
+    def record(
+        self,
+        lane: str,
+        clock: Clock,
+        what: str,
+        *,
+        reads: Iterable[torch.Tensor] = (),
+        writes: Iterable[torch.Tensor] = (),
+    ) -> None:
+        """`lane` accesses the tensors at `clock`, which already includes the access's own tick."""
+        for write, tensors in ((False, reads), (True, writes)):
+            for tensor in tensors:
+                if tensor.numel():
+                    start = tensor.data_ptr()
+                    access = _Access(start, start + _extent_bytes(tensor), write, lane, clock[lane], what)
+                    self._check(access, clock)
+
+    def _check(self, new: _Access, clock: Clock) -> None:
+        kept = []
+        for old in self._accesses:
+            overlaps = old.start < new.stop and new.start < old.stop
+            ordered = clock.get(old.lane, 0) >= old.tick
+            if overlaps and not ordered and (old.write or new.write):
+                kind = f"{'write' if old.write else 'read'}–{'write' if new.write else 'read'}"
+                raise RaceError(
+                    f"{kind} race on {min(old.stop, new.stop) - max(old.start, new.start)} bytes: {new.what} on the "
+                    f"{new.lane} lane is not ordered after {old.what} on the {old.lane} lane. "
+                    "Expected a mark between them; add it to `after`."
+                )
+            covered = new.start <= old.start and old.stop <= new.stop
+            # An access that is ordered before this one, over the same bytes and no stronger, says nothing more.
+            if not (covered and ordered and (new.write or not old.write)):
+                kept.append(old)
+        kept.append(new)
+        self._accesses = kept
+
+
+def _extent_bytes(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * abs(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize

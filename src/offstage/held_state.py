@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HeldState`: where one parameter's state is kept, and how it is read and written by name.
+
+The names are torch's own (`exp_avg`, `step`, …) plus `master_weight`; how a key is stored (split, bf16, in an arena or
+on the device) does not show. Called by `optimizer.py` and `state_dict.py`, after the lanes have been drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offstage import master_weights
+from offstage.errors import ConfigError
+from offstage.flat import as_param, flat_like
+from offstage.pipeline import HostState
+from offstage.plan import Placement
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, StateKey
+
+
+@dataclass(eq=False)
+class HeldState(ParamState):
+    """A parameter's state and its place."""
+
+    placement: Placement = Placement.RESIDENT
+    resident: dict[str, torch.Tensor] = field(default_factory=dict)
+    """RESIDENT: one flat device tensor per key."""
+    host: HostState | None = None
+    index: int = 0
+    """STREAMED: its position in the host state's layout."""
+
+    def __post_init__(self) -> None:
+        self._made_for = (self.param.device, self.param.dtype, self.param.shape)
+
+    def check_unmoved(self) -> None:
+        """Raise if the parameter is no longer what the state was made for."""
+        now = (self.param.device, self.param.dtype, self.param.shape)
+        if now != self._made_for:
+            raise ConfigError(
+                f"Parameter {self.name!r} was {_describe(*self._made_for)} at offload() and is {_describe(*now)} now. "
+                "Move and convert the model first (model.to(...)), then build the optimizer and call offload()."
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(key.numel(self.param) * key.dtype.itemsize for key in self.keys)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The flat tensor in which `name` is kept, without a copy and with a storage of its own size."""
+        if self.host is None:
+            return self.resident[name]
+        layout = self.host.layout
+        return self.host.arenas[name].tensor(layout.offsets[self.index][name], layout.extents[self.index][name])
+
+    def allocate_resident(self) -> None:
+        self.resident = {
+            key.name: torch.zeros(key.numel(self.param), dtype=key.dtype, device=self.param.device)
+            for key in self.keys
+        }
+
+    def export(self) -> dict[str, Any]:
+        """The state under its public names: live where possible, joined and new where masters are split."""
+        if MASTER_LOW_KEY in self.present:
+            weight = flat_like(self.param, self.param)
+            low, squares = self.raw(MASTER_LOW_KEY), self.raw("exp_avg_sq")
+            master, squares = master_weights.join(weight.to(low.device), low, squares)
+            special = {MASTER_KEY: master, "exp_avg_sq": squares}
+        else:
+            special = {}
+        result: dict[str, Any] = dict(self.scalars)
+        for key in self.keys:
+            if key.name in self.present:
+                name = MASTER_KEY if key.name == MASTER_LOW_KEY else key.name
+                result[name] = self._shaped(special.get(name, None), key)
+        return result
+
+    def check(self, values: Mapping[str, Any], *, complete: bool) -> None:
+        """Raise if `values` cannot be this parameter's state. Changes nothing."""
+        known = {key.name: key for key in self.keys}
+        if MASTER_LOW_KEY in known:
+            known[MASTER_KEY] = StateKey(MASTER_KEY, torch.float32)
+        for name, value in values.items():
+            if name in known and name != MASTER_LOW_KEY:
+                shape = known[name].shape
+                wanted = tuple(self.param.shape) if shape is None else shape
+                if not isinstance(value, torch.Tensor) or tuple(value.shape) != wanted:
+                    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+                    raise ConfigError(
+                        f"State {name!r} of parameter {self.name!r}: expected shape {wanted}, found {found}. "
+                        "Load a checkpoint of this model, or check the order of the parameters."
+                    )
+            elif name != MASTER_KEY and isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise ConfigError(
+                    f"Parameter {self.name!r} keeps {sorted(known)}; found state {name!r} of shape "
+                    f"{tuple(value.shape)}. Load a checkpoint of the same optimizer class and options."
+                )
+        missing = {name for name in known if name not in (MASTER_KEY, MASTER_LOW_KEY)} - values.keys()
+        if complete and values and missing:
+            raise ConfigError(
+                f"Parameter {self.name!r}: the state to load lacks {sorted(missing)}; found {sorted(values)}. "
+                "Load a checkpoint of the same optimizer class and options."
+            )
+
+    def load(self, values: Mapping[str, Any], rule: Rule, group: dict[str, Any]) -> None:
+        """Replace the state by `values`, already checked. An empty mapping means: as before the first step."""
+        names = {key.name for key in self.keys}
+        self.scalars = {
+            name: _scalar(name, value, rule.scalar_device(name, self.param, group))
+            for name, value in values.items()
+            if name not in names | {MASTER_KEY}
+        }
+        for key in self.keys:
+            if key.name in values:
+                _copy_into(self.raw(key.name), flat_like(values[key.name], self._like(key)))
+            else:
+                self.raw(key.name).zero_()
+        self.present = frozenset(names & values.keys())
+        if values and {MASTER_KEY, MASTER_LOW_KEY} & names:
+            self._load_master(values.get(MASTER_KEY), rule)
+
+    def _load_master(self, master: torch.Tensor | None, rule: Rule) -> None:
+        # Without a master in the checkpoint the weight as it is now is the best there is.
+        source = self.param if master is None else master
+        flat = flat_like(source, self.param).to("cpu").to(torch.float32)
+        if MASTER_KEY in {key.name for key in self.keys}:
+            _copy_into(self.raw(MASTER_KEY), flat)
+            self.present |= {MASTER_KEY}
+            return
+        squares = self.raw("exp_avg_sq")
+        weight, low, signed = master_weights.split(flat, squares.to("cpu"))
+        _copy_into(self.raw(MASTER_LOW_KEY), low)
+        _copy_into(squares, signed)
+        self.present |= {MASTER_LOW_KEY}
+        # These low halves belong to the weights they were split from, which the model may load later.
+        rule.expect_weight(self, weight)
+
+    def _shaped(self, replacement: torch.Tensor | None, key: StateKey) -> torch.Tensor:
+        flat = self.raw(key.name) if replacement is None else replacement
+        return flat.view(key.shape) if key.shape is not None else as_param(flat, self.param)
+
+    def _like(self, key: StateKey) -> torch.Tensor:
+        """A tensor whose memory order the key's flat line follows."""
+        return self.param if key.shape is None else torch.empty(key.shape, device="meta")
+
+
+def _describe(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype} {tuple(shape)} on {device}"
+
+
+def _scalar(name: str, value: Any, device: torch.device) -> Any:
+    if name == "step":  # very old checkpoints hold a plain number
+        value = torch.as_tensor(value, dtype=torch.float32)
+    return value.detach().clone().to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    if source.dtype != target.dtype and source.device != target.device:
+        source = source.to("cpu")  # converting on the device would take device memory
+    if target.device.type != "cpu" and source.dtype != target.dtype:
+        source = source.to(target.dtype)
+    target.copy_(source)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sections that Ctrl-C must not cut in two. Used by `optimizer.py` around updates and loads."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+
+@contextlib.contextmanager
+def deferred_interrupts() -> Iterator[None]:
+    """Deliver SIGINT after the block instead of inside it.
+
+    A step or a load that has begun is finished first, so that a program which catches `KeyboardInterrupt` and saves
+    never saves something between two steps. Python raises it in the main thread only; elsewhere there is nothing to do.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[tuple[int, FrameType | None]] = []
+    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
+    if previous is None:  # installed by non-Python code: leave it alone
+        previous = signal.SIG_DFL
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if caught:
+            if callable(previous):
+                previous(*caught[0])
+            elif previous == signal.SIG_DFL:
+                raise KeyboardInterrupt

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: ordered queues of device work, and marks that order them. The only module that knows a backend.
+
+Work is submitted to a lane together with the marks it comes after, each under a name that says which hazard the
+wait closes, and with the buffers it reads and writes. The caller's current stream is a lane too. Backends:
+
+- `AcceleratorLanes`: streams and events; nothing here ever blocks the host except `synchronize`.
+- `ImmediateLanes`: a machine without an accelerator; work runs when it is submitted.
+- `LazyLanes` (`lazy_lanes.py`): for tests; work runs as late and as out of order as its marks allow.
+
+Lifetime: a tensor used on a lane is dropped through `release(tensor, after=...)` or after the caller has waited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+Mark = Any
+"""A point in a lane that others can wait for. Opaque; made by `submit` and `mark`."""
+Buffers = Sequence[torch.Tensor]
+
+
+class Lane(enum.Enum):
+    """The queues of one device, named for their work. Each exists so that its work overlaps the others'."""
+
+    FETCH = "fetch"  # host → device copies; the link carries both directions at once only on two queues
+    UPDATE = "update"  # the rules' arithmetic
+    STORE = "store"  # device → host copies
+    CALLER = "caller"  # the stream that is current where the call is made
+
+
+class Lanes(ABC):
+    """The lanes of one device."""
+
+    device: torch.device
+    checks = False
+    """True where declared buffers are looked at: callers may skip collecting them otherwise."""
+
+    @abstractmethod
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        """Queue `work` on `lane` behind the marks in `after` (reason → mark; `None` is nothing to wait for)."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """A mark after everything the caller's stream has been given so far."""
+
+    @abstractmethod
+    def wait(self, mark: Mark, reason: str) -> None:
+        """Make the caller's stream wait for `mark`."""
+
+    @abstractmethod
+    def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
+        """Give `tensor`'s memory back behind `after`. The caller drops its own reference."""
+
+    @abstractmethod
+    def synchronize(self, reason: str) -> None:
+        """Make the host wait for every lane (not for the caller's stream)."""
+
+    @abstractmethod
+    def passed(self, mark: Mark) -> bool:
+        """Whether everything before `mark` is done. Never waits."""
+
+    @abstractmethod
+    def stamp(self, lane: Lane) -> Any:
+        """A moment in `lane`, for `elapsed_ms`."""
+
+    @abstractmethod
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        """Milliseconds between two stamps; `None` while the later one has not been reached."""
+
+    def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:  # noqa: B027
+        """Declare what the caller's stream does with buffers that lanes use too."""
+
+    def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:  # noqa: B027
+        """Declare what the host itself reads or writes at this moment."""
+
+
+class AcceleratorLanes(Lanes):
+    """Streams and events of `torch.accelerator`. The streams are created once and live as long as the lanes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = {lane: torch.Stream(device) for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE)}
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        stream = self._streams[lane]
+        for mark in after.values():
+            if mark is not None:
+                stream.wait_event(mark)
+        with stream:
+            work()
+        return stream.record_event()
+
+    def mark(self) -> Mark:
+        return self._caller().record_event()
+
+    def wait(self, mark: Mark, reason: str) -> None:
+        self._caller().wait_event(mark)
+
+    def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
+        # The allocator hands memory on in the order of the stream that allocated it, which is the caller's.
+        self._caller().wait_event(after)
+
+    def synchronize(self, reason: str) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def passed(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def stamp(self, lane: Lane) -> Any:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(self._caller() if lane is Lane.CALLER else self._streams[lane])
+        return event
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
+        return float(start.elapsed_time(stop)) if start.query() and stop.query() else None
+
+    def _caller(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+
+class ImmediateLanes(Lanes):
+    """No accelerator: work runs at once, so every mark has passed when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        work()
+        return None
+
+    def mark(self) -> Mark:
+        return None
+
+    def wait(self, mark: Mark, reason: str) -> None:
+        pass
+
+    def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
+        pass
+
+    def synchronize(self, reason: str) -> None:
+        pass
+
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+    def stamp(self, lane: Lane) -> float:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, stop: float) -> float | None:
+        return (stop - start) * 1e3
+
+
+LanesFactory = Callable[[torch.device], Lanes]
+_factory: contextvars.ContextVar[LanesFactory | None] = contextvars.ContextVar("offstage_lanes", default=None)
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes that fit `device`, or those a test asked for with `use_lanes`."""
+    factory = _factory.get()
+    if factory is not None:
+        return factory(device)
+    return ImmediateLanes(device) if device.type == "cpu" else AcceleratorLanes(device)
+
+
+@contextlib.contextmanager
+def use_lanes(factory: LanesFactory) -> Iterator[None]:
+    """Within the context, optimizers are built on the lanes `factory` makes (lazy ones, or ones with delays)."""
+    token = _factory.set(factory)
+    try:
+        yield
+    finally:
+        _factory.reset(token)

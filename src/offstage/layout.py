@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters → element ranges → chunks. Pure: sizes in, ranges out, no tensors and no device calls.
+
+Parameters that keep the same state keys on the same device are laid end to end, in `param_groups` order. Each
+state key has an arena; a parameter is one contiguous range of it, aligned to 256 bytes. A chunk is a run of pieces
+(a piece is a parameter, or part of one) that travels together. Called by `optimizer.py`; read by `pipeline.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ALIGN_BYTES = 256
+
+
+Extent = Mapping[str, int]
+"""What one parameter keeps: the number of elements of each state key."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements `[start, stop)` of the parameter at position `index` of the layout."""
+
+    index: int
+    start: int
+    stop: int
+    whole: bool
+    """The piece is all of its parameter. Only then may a key have another number of elements than the parameter."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Pieces that are fetched, updated and stored together: one range in each arena."""
+
+    number: int
+    pieces: tuple[Piece, ...]
+    ranges: Mapping[str, tuple[int, int]]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each parameter's state lies in the arenas, and the chunks that cover it."""
+
+    itemsize: Mapping[str, int]
+    extents: tuple[Extent, ...]
+    offsets: tuple[Mapping[str, int], ...]
+    """Per parameter: its first element in each key's arena."""
+    arena_numel: Mapping[str, int]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of a slot that can hold any chunk."""
+        return max((chunk.nbytes for chunk in self.chunks), default=0)
+
+    @property
+    def arena_bytes(self) -> int:
+        return sum(numel * self.itemsize[key] for key, numel in self.arena_numel.items())
+
+    def padded(self, numel: int) -> int:
+        """`numel` rounded up to where the next aligned element begins."""
+        return _round_up(numel, _align_elements(self.itemsize))
+
+    def range_of(self, piece: Piece, key: str) -> tuple[int, int]:
+        """The elements of `key`'s arena that `piece` covers."""
+        offset = self.offsets[piece.index][key]
+        if piece.whole:
+            return offset, offset + self.extents[piece.index][key]
+        return offset + piece.start, offset + piece.stop
+
+
+def make_layout(
+    extents: Sequence[Extent], itemsize: Mapping[str, int], numel: Sequence[int], *, chunk_bytes: int, split: bool
+) -> Layout:
+    """Lay the parameters end to end and cut the line into chunks of at most `chunk_bytes`.
+
+    With `split` (elementwise rules) a chunk ends anywhere; every key then has as many elements as the parameter.
+    Without it chunks end between parameters, and one larger than `chunk_bytes` is a chunk of its own.
+    """
+    offsets: list[dict[str, int]] = []
+    cursor = dict.fromkeys(itemsize, 0)
+    align = _align_elements(itemsize)
+    for extent in extents:
+        offsets.append(dict(cursor))
+        for key in itemsize:
+            cursor[key] += _round_up(extent[key], align)
+    pieces = _cut(numel, itemsize, align, chunk_bytes) if split else _whole(extents, numel, itemsize, align, chunk_bytes)
+    chunks = []
+    for number, group in enumerate(pieces):
+        ranges = {key: _span(group, offsets, extents, key) for key in itemsize}
+        nbytes = sum(_round_up(stop - start, align) * itemsize[key] for key, (start, stop) in ranges.items())
+        chunks.append(Chunk(number, tuple(group), ranges, nbytes))
+    return Layout(dict(itemsize), tuple(extents), tuple(offsets), cursor, tuple(chunks))
+
+
+def padded_bytes(extent: Extent, itemsize: Mapping[str, int]) -> int:
+    """What one parameter's state takes in the arenas, alignment included."""
+    align = _align_elements(itemsize)
+    return sum(_round_up(extent[key], align) * size for key, size in itemsize.items())
+
+
+def _cut(numel: Sequence[int], itemsize: Mapping[str, int], align: int, chunk_bytes: int) -> list[list[Piece]]:
+    """Elementwise: fill each chunk to the last aligned element that fits."""
+    capacity = max(align, chunk_bytes // sum(itemsize.values()) // align * align)
+    chunks: list[list[Piece]] = []
+    room = 0
+    for index, size in enumerate(numel):
+        start = 0
+        while start < size:
+            if room == 0:
+                chunks.append([])
+                room = capacity
+            stop = min(size, start + room)
+            chunks[-1].append(Piece(index, start, stop, whole=stop - start == size))
+            room -= _round_up(stop - start, align)
+            start = stop
+    return chunks
+
+
+def _whole(
+    extents: Sequence[Extent], numel: Sequence[int], itemsize: Mapping[str, int], align: int, chunk_bytes: int
+) -> list[list[Piece]]:
+    """Whole parameters only: start a new chunk when the next parameter does not fit."""
+    chunks: list[list[Piece]] = []
+    used = 0
+    for index, extent in enumerate(extents):
+        size = padded_bytes(extent, itemsize)
+        if size == 0:
+            continue
+        if not chunks or used + size > chunk_bytes:
+            chunks.append([])
+            used = 0
+        chunks[-1].append(Piece(index, 0, numel[index], whole=True))
+        used += size
+    return chunks
+
+
+def _span(
+    pieces: Sequence[Piece], offsets: Sequence[Mapping[str, int]], extents: Sequence[Extent], key: str
+) -> tuple[int, int]:
+    first, last = pieces[0], pieces[-1]
+    start = offsets[first.index][key] + (0 if first.whole else first.start)
+    stop = offsets[last.index][key] + (extents[last.index][key] if last.whole else last.stop)
+    return start, stop
+
+
+def _align_elements(itemsize: Mapping[str, int]) -> int:
+    # The same number of elements for every key, so that a range is the same in every arena.
+    return ALIGN_BYTES // min(itemsize.values())
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LazyLanes`: the backend that catches races on a machine without an accelerator. For tests.
+
+Submitted work does not run until something forces it, and then only what must run does, in an order drawn at random
+from those the marks allow. Released buffers are poisoned. Every declared access goes through the happens-before
+checker. Every wait is recorded under its name, and one can be dropped by name: a test drops each in turn, and each
+must be caught.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from offstage.happens_before import Clock, HappensBefore, join
+from offstage.lanes import Buffers, Lane, Lanes
+
+_POISON_BYTE = 0xA5
+
+
+@dataclass(eq=False)
+class _Work:
+    """One piece of work and its mark: later work that names it comes after it."""
+
+    lane: Lane
+    run: Callable[[], None]
+    before: list[_Work]
+    clock: Clock
+    done: bool = False
+
+
+@dataclass
+class WaitLog:
+    """Which waits were made, by name; `drop` names the one that is left out."""
+
+    drop: str | None = None
+    seen: set[str] = field(default_factory=set)
+
+    def keeps(self, reason: str) -> bool:
+        self.seen.add(reason)
+        return reason != self.drop
+
+
+class LazyLanes(Lanes):
+    """Work runs as late and as out of order as the marks allow."""
+
+    checks = True
+
+    def __init__(
+        self, device: torch.device, *, seed: int = 0, waits: WaitLog | None = None, checker: HappensBefore | None = None
+    ) -> None:
+        self.device = device
+        self.waits = waits if waits is not None else WaitLog()
+        self.log: list[str] = []
+        self._checker = checker if checker is not None else HappensBefore()
+        self._random = random.Random(seed)
+        # Some seeds never run anything early; the others run a little now and then.
+        self._early = (0.0, 0.3, 0.7)[seed % 3]
+        self._pending: list[_Work] = []
+        self._last: dict[Lane, _Work] = {}
+        self._clocks: dict[str, Clock] = {"caller": {"caller": 0}, "host": {"host": 0}}
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        after: Mapping[str, _Work | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> _Work:
+        before = [mark for reason, mark in after.items() if mark is not None and self.waits.keeps(reason)]
+        clock = self._clocks.setdefault(lane.value, {lane.value: 0})
+        join(clock, self._clocks["host"])
+        for mark in before:
+            join(clock, mark.clock)
+        clock[lane.value] += 1
+        self._checker.record(lane.value, clock, f"{lane.value} #{clock[lane.value]}", reads=reads, writes=writes)
+        if lane in self._last:
+            before.append(self._last[lane])
+        item = _Work(lane, work, before, dict(clock))
+        self._last[lane] = item
+        self._pending.append(item)
+        self.log.append(lane.value)
+        self._run_some_early()
+        return item
+
+    def mark(self) -> _Work:
+        clock = self._tick("caller")
+        return _Work(Lane.CALLER, _nothing, [], dict(clock), done=True)
+
+    def wait(self, mark: _Work, reason: str) -> None:
+        if self.waits.keeps(reason):
+            self._force([mark])
+            join(self._clocks["caller"], mark.clock)
+
+    def release(self, tensor: torch.Tensor, after: _Work, reason: str) -> None:
+        self.wait(after, reason)
+        self.touch(writes=[tensor])
+        tensor.view(-1).view(torch.uint8).fill_(_POISON_BYTE)
+
+    def synchronize(self, reason: str) -> None:
+        if self.waits.keeps(reason):
+            self._force(list(self._pending))
+            for lane in self._last:
+                join(self._clocks["host"], self._clocks[lane.value])
+
+    def passed(self, mark: _Work) -> bool:
+        if mark.done:
+            join(self._clocks["host"], mark.clock)
+        return mark.done
+
+    def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._checker.record("caller", self._tick("caller"), "the caller's stream", reads=reads, writes=writes)
+
+    def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._checker.record("host", self._tick("host"), "the host", reads=reads, writes=writes)
+
+    def stamp(self, lane: Lane) -> float:
+        return 0.0
+
+    def elapsed_ms(self, start: float, stop: float) -> float | None:
+        return 0.0
+
+    def _tick(self, name: str) -> Clock:
+        clock = self._clocks[name]
+        join(clock, self._clocks["host"])  # whatever the host waited for lies before all it does next
+        clock[name] += 1
+        return clock
+
+    def _run_some_early(self) -> None:
+        while self._pending and self._random.random() < self._early:
+            ready = [item for item in self._pending if all(other.done for other in item.before)]
+            self._run(self._random.choice(ready))
+
+    def _force(self, marks: list[_Work]) -> None:
+        """Run exactly what `marks` need, in a random order among those allowed."""
+        needed: list[_Work] = []
+        stack = [mark for mark in marks if not mark.done]
+        while stack:
+            item = stack.pop()
+            if item not in needed:
+                needed.append(item)
+                stack.extend(other for other in item.before if not other.done)
+        while needed:
+            item = self._random.choice([x for x in needed if all(other.done for other in x.before)])
+            self._run(item)
+            needed.remove(item)
+
+    def _run(self, item: _Work) -> None:
+        self._pending.remove(item)
+        item.run()
+        item.done = True
+        item.before, item.run = [], _nothing  # what it kept alive may go
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`offload()` and `OffloadedOptimizer`: the `torch.optim.Optimizer` contract over state that is elsewhere.
+
+Read this first. `step()` reads gradients and hyperparameters afresh (`_take_turns`), then for each device gives
+resident parameters and chunks to the lanes (`_Engine.run` in `engine.py`), and makes the caller's stream wait for the
+new weights. Everything that reads state drains the lanes first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offstage import state_dict as state_dicts
+from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_param
+from offstage.config import OffloadConfig
+from offstage.engine import Engine
+from offstage.errors import OffloadIneffectiveError, OffstageError, StepLostError
+from offstage.flat import copy_back, flat_like
+from offstage.held_state import HeldState
+from offstage.host_memory import check_host_memory
+from offstage.interrupts import deferred_interrupts
+from offstage.layout import padded_bytes
+from offstage.plan import ParamSize, Placement, Plan, plan_placements
+from offstage.receipt import Receipt
+from offstage.rules import choose_rule, shell_of
+from offstage.rules.rule import Turn
+
+logger = logging.getLogger("offstage")
+
+
+def offload(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None = None,
+    config: OffloadConfig | None = None,
+    **overrides: Any,
+) -> OffloadedOptimizer:
+    """Keep `optimizer`'s state in host memory and bring it to the device for its own update.
+
+    The optimizer given is consumed: its class, groups, hooks and any state it has are taken over, and its `step`
+    raises from then on. `model` gives parameters their names in messages. `overrides` are fields of `OffloadConfig`.
+    """
+    check_optimizer(optimizer, model)
+    return OffloadedOptimizer(optimizer, model, OffloadConfig.build(config, overrides))
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """What `offload()` returns. Use it as the optimizer it was made from."""
+
+    # Initialization
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, config: OffloadConfig
+    ) -> None:
+        check_no_duplicates(optimizer.param_groups, names := _names_of(optimizer, model))
+        self.config = config
+        self.rule = choose_rule(optimizer, config)
+        self._shell = shell_of(optimizer)
+        self._names = names
+        self._held: dict[torch.Tensor, HeldState] = {}
+        self._engines: dict[torch.device, Engine] = {}
+        self._signatures: list[Any] = []
+        self._lost: str | None = None
+        self._steps = 0
+        self._last_moved = (0, 0)
+        self._placed = False
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups = optimizer.param_groups  # the user's list: schedulers made before offload() write to it
+        self._state_view = state_dicts.StateView(self)
+        self._place_new()
+        self._placed = True
+        self._take_over(optimizer)
+        logger.info("%s: %s", type(optimizer).__name__, self.plan.summary())
+
+    def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move existing state in, parameter by parameter, so that device memory falls while host memory fills."""
+        self.check_values(optimizer.state)
+        for held in self.all_held():
+            existing = optimizer.state.pop(held.param, {})
+            if existing:
+                held.load(existing, self.rule, self.group_of(held.param))
+        for name, hooks in vars(optimizer).items():
+            if name.startswith("_optimizer_") and name.endswith("_hooks"):
+                setattr(self, name, hooks)
+        optimizer.state.clear()
+        optimizer._offstage_consumed = True  # type: ignore[attr-defined]
+        optimizer.step = _consumed_step  # type: ignore[method-assign]
+
+    def _place_new(self) -> None:
+        """Place parameters that are new or whose kept keys have changed; the others stay where they are."""
+        new: dict[torch.device, list[HeldState]] = {}
+        for number, group in enumerate(self.param_groups):
+            for position, param in enumerate(group["params"]):
+                name = self._names.setdefault(param, f"group {number}, parameter {position}")
+                check_param(param, name)
+                keys = self.rule.keys(param, group)
+                if param not in self._held or self._held[param].keys != keys:
+                    new.setdefault(param.device, []).append(HeldState(param, name, keys))
+        plans = {
+            device: plan_placements([self._size_of(held) for held in states], self.config)
+            for device, states in new.items()
+        }
+        check_host_memory(
+            sum(plan.host_bytes for plan in plans.values()),
+            None if self.config.host_budget is None else int(self.config.host_budget),
+            already_bytes=sum(engine.host_bytes for engine in self._engines.values()),
+        )
+        self._signatures = [self.rule.signature(group) for group in self.param_groups]
+        for device, states in new.items():
+            self._build(device, states, plans[device])
+
+    def _size_of(self, held: HeldState) -> ParamSize:
+        extent = {key.name: key.numel(held.param) for key in held.keys}
+        itemsize = {key.name: key.dtype.itemsize for key in held.keys}
+        padded = padded_bytes(extent, itemsize) if itemsize else 0
+        device = held.param.device
+        return ParamSize(held.name, str(device), held.nbytes, padded, self.rule.splits(device))
+
+    def _build(self, device: torch.device, states: list[HeldState], plan: Plan) -> None:
+        engine = self._engines.setdefault(device, Engine(device, self.rule, self.config))
+        engine.synchronize("place: the lanes are drained")
+        for held, placement in zip(states, plan.placements, strict=True):
+            held.placement = placement
+            if placement is Placement.RESIDENT:
+                held.allocate_resident()
+        engine.add(states)
+        for held in states:
+            before = self._held.get(held.param)
+            self._held[held.param] = held
+            if before is not None:  # other keys than before: carry over those that remain
+                remaining = {key.name for key in held.keys} | before.scalars.keys()
+                values = {name: value for name, value in before.export().items() if name in remaining}
+                held.load(values, self.rule, self.group_of(held.param))
+        engine.drop_unused(self._held.values())
+
+    # Runtime
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of the optimizer this was made from.
+
+        When it returns, whatever the caller's stream is given next sees the new weights. The host does not wait.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._lost is not None:
+            raise StepLostError(self._lost)
+        self.follow_groups()
+        turns = self._take_turns()
+        if turns:
+            for engine in self._engines.values():
+                engine.prepare()
+            with deferred_interrupts():
+                self._run(turns)
+        return loss
+
+    def synchronize(self) -> None:
+        """Make the host wait until all state is where it lives. Reading `state` or `state_dict()` does this itself."""
+        for engine in self._engines.values():
+            engine.synchronize("host: all stores are done")
+
+    def follow_groups(self) -> None:
+        """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
+        changed = self._signatures != [self.rule.signature(group) for group in self.param_groups]
+        if changed or any(param not in self._held for group in self.param_groups for param in group["params"]):
+            check_no_duplicates(self.param_groups, self._names)
+            self._place_new()
+
+    def _take_turns(self) -> list[Turn]:
+        """Everything this step depends on, read and checked now; nothing has moved yet."""
+        turns = []
+        for number, group in enumerate(self.param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                held = self._held[param]
+                held.check_unmoved()
+                check_grad(param, param.grad, held.name)
+                turns.append(
+                    Turn(
+                        held,
+                        options,
+                        number,
+                        step=self.rule.next_step(held),
+                        fresh=not held.present and not held.scalars,
+                        weight=flat_like(param, param),
+                        grad=flat_like(param.grad, param),
+                    )
+                )
+        return turns
+
+    def _run(self, turns: list[Turn]) -> None:
+        by_device: dict[torch.device, list[Turn]] = {}
+        for turn in turns:
+            by_device.setdefault(turn.of.param.device, []).append(turn)
+        before = self._moved_bytes()
+        updated = False
+        try:
+            for device, device_turns in by_device.items():
+                updated |= self._engines[device].run(device_turns) is None
+        except BaseException as error:
+            self._fail(error, updated)
+            raise
+        for turn in turns:
+            copy_back(turn.weight, turn.of.param)
+        # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
+        torch.autograd.graph.increment_version([turn.of.param for turn in turns])
+        self.rule.finish(turns)
+        self._steps += 1
+        now = self._moved_bytes()
+        self._last_moved = (now[0] - before[0], now[1] - before[1])
+        self._prove_effect(turns)
+
+    def _fail(self, error: BaseException, updated: bool) -> None:
+        """Nothing updated yet: all is as before the step. Otherwise the step is lost, and says so from now on."""
+        lost = updated or any(engine.updating for engine in self._engines.values())
+        for engine in self._engines.values():
+            engine.reset()
+        if lost:
+            self._lost = (
+                f"Step {self._steps + 1} failed after some weights had been updated ({type(error).__name__}: {error}); the "
+                "weights and state are between two steps. Load a checkpoint into the model and this optimizer "
+                "(load_state_dict) to go on."
+            )
+            raise StepLostError(self._lost) from error
+
+    def _prove_effect(self, turns: list[Turn]) -> None:
+        """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
+        streamed = [turn.of for turn in turns if self._held[turn.of.param].placement is Placement.STREAMED]
+        if streamed and not any(self._last_moved):
+            raise OffloadIneffectiveError(
+                f"{len(streamed)} parameters with state on the host had gradients (first: {streamed[0].name!r}), and no "
+                "byte moved in this step. This is a defect in offstage; please report it with the plan: "
+                f"{self.plan.summary()}"
+            )
+
+    # State
+
+    @property  # type: ignore[override]
+    def state(self) -> state_dicts.StateView:
+        """The state of every parameter under torch's names. Reading waits for copies under way."""
+        return self._state_view
+
+    @state.setter
+    def state(self, value: Mapping[torch.Tensor, Any]) -> None:
+        if self._placed:  # torch's own __init__ assigns an empty one first
+            self._state_view.replace(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A plain torch optimizer state dict, all tensors on the host, without a copy where that is possible."""
+        return state_dicts.save(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Load a plain torch optimizer state dict, from any plan or from none, into this plan."""
+        state_dicts.load(self, state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; the new parameters are placed by the same configuration."""
+        super().add_param_group(param_group)
+        if self._placed:
+            try:
+                check_no_duplicates(self.param_groups, self._names)
+                self._place_new()
+            except BaseException:
+                self.param_groups.pop()
+                raise
+
+    @property
+    def plan(self) -> Plan:
+        """Where each parameter's state lives, in the order of `param_groups`."""
+        held = self.all_held()
+        return Plan(
+            sizes=tuple(self._size_of(one) for one in held),
+            placements=tuple(one.placement for one in held),
+            slots=sum(self.config.slots for engine in self._engines.values() if engine.planned_slot_bytes),
+            chunk_bytes=int(self.config.chunk_bytes),
+            slot_bytes=max((engine.planned_slot_bytes for engine in self._engines.values()), default=0),
+        )
+
+    def receipt(self) -> Receipt:
+        """What was really moved, and what it cost. Waits for the device."""
+        self.synchronize()
+        lane_ms: dict[str, float] = {}
+        exposed: float | None = None
+        for device, engine in self._engines.items():
+            if engine.timer is not None:
+                torch.accelerator.synchronize(device) if device.type != "cpu" else None
+                engine.timer.read()
+                for lane, milliseconds in engine.timer.lane_ms.items():
+                    lane_ms[lane] = max(lane_ms.get(lane, 0.0), milliseconds)
+                exposed = max(exposed or 0.0, engine.timer.exposed_ms or 0.0)
+        fetched, stored = self._moved_bytes()
+        counters = [self.rule.foreign_weights(device) for device in self._engines]
+        return Receipt(
+            steps=self._steps,
+            bytes_fetched=self._last_moved[0],
+            bytes_stored=self._last_moved[1],
+            total_bytes_fetched=fetched,
+            total_bytes_stored=stored,
+            device_state_bytes=sum(engine.slot_bytes for engine in self._engines.values())
+            + sum(t.nbytes for held in self._held.values() for t in held.resident.values()),
+            host_state_bytes=sum(engine.host_bytes for engine in self._engines.values()),
+            lane_ms=lane_ms,
+            exposed_ms=exposed,
+            weights_written_by_others=sum(int(counter) for counter in counters if counter is not None),
+        )
+
+    def _moved_bytes(self) -> tuple[int, int]:
+        moved = [engine.moved_bytes for engine in self._engines.values()]
+        return sum(fetched for fetched, _ in moved), sum(stored for _, stored in moved)
+
+    def close(self) -> None:
+        """Give back slots and pinned memory, after the last copy. State that was handed out stays readable."""
+        for engine in self._engines.values():
+            engine.close()
+
+    # For `state_dict.py`
+
+    def held(self, param: torch.Tensor) -> HeldState:
+        """The state of `param`; `KeyError` if it is not a parameter of this optimizer."""
+        return self._held[param]
+
+    def all_held(self) -> list[HeldState]:
+        """In the order of `param_groups`."""
+        return [self._held[param] for group in self.param_groups for param in group["params"]]
+
+    def group_of(self, param: torch.Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(param is other for other in group["params"]))
+
+    def check_values(
+        self, values: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Raise if `values` cannot be loaded as state, given the options in `groups`. Changes nothing."""
+        for number, group in enumerate(self.param_groups):
+            options = group if groups is None else groups[number]
+            for param in group["params"]:
+                state = HeldState(param, self._names[param], self.rule.keys(param, options))
+                state.check(values.get(param, {}), complete=self.rule.needs_all_keys)
+
+    def with_class_defaults(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`groups` of a checkpoint, completed as the optimizer's class completes those of older versions."""
+        for group in groups:
+            group["params"] = []
+        self._shell.__setstate__({"state": {}, "param_groups": groups})
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def recover(self) -> None:
+        """Drain everything and forget a lost step: all state is about to be replaced."""
+        for engine in self._engines.values():
+            engine.reset()
+        self._lost = None
+
+    # Python
+
+    def __repr__(self) -> str:
+        inner = super().__repr__().removeprefix(type(self).__name__)
+        return f"{type(self).__name__}[{type(self._shell).__name__}]{inner}\n{self.plan.summary()}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OffstageError(
+            "An offloaded optimizer cannot be pickled or deep-copied: its state is host memory registered with this "
+            "process's accelerator. Save optimizer.state_dict() instead, or build a second optimizer and load it there."
+        )
+
+
+def _names_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
+    names: dict[torch.Tensor, str] = {}
+    for group in optimizer.param_groups:
+        names.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    if model is not None:
+        names.update((param, name) for name, param in model.named_parameters())
+    return names
+
+
+def _consumed_step(*args: Any, **kwargs: Any) -> Any:
+    raise OffstageError(
+        "This optimizer was given to offstage.offload(), which took over its state. Call step() on the optimizer that "
+        "offload() returned: optimizer = offstage.offload(optimizer, model)."
+    )

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AdamRule`: Adam and AdamW with one formula on both sides of the link.
+
+Triton for accelerator tensors, numba for host tensors; both give the bits of `torch.optim.AdamW(fused=True)` on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from offstage.config import OffloadConfig
+from offstage.errors import ConfigError
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, Share, StateKey, Turn
+
+_COEFFICIENTS = 3
+
+
+class AdamRule(Rule):
+    """Adam (`decoupled=False`) or AdamW (`decoupled=True`)."""
+
+    needs_all_keys = True
+
+    def __init__(self, config: OffloadConfig, *, decoupled: bool) -> None:
+        self._config = config
+        self._decoupled = decoupled
+        self._scratch: dict[torch.device, _Scratch] = {}
+
+    def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ConfigError(
+                f"offstage's Adam and AdamW update float32, bfloat16 and float16 parameters; found {param.dtype}. "
+                "Use rule='torch'."
+            )
+        keys = [StateKey("exp_avg", self._config.dtype_of("exp_avg"))]
+        keys.append(StateKey("exp_avg_sq", self._config.dtype_of("exp_avg_sq")))
+        if group["amsgrad"]:
+            keys.append(StateKey("max_exp_avg_sq", self._config.dtype_of("max_exp_avg_sq")))
+        kind = self._config.master_weights
+        if param.dtype == torch.float32 or kind == "none":
+            return tuple(keys)
+        if kind == "split":
+            if param.dtype != torch.bfloat16:
+                raise ConfigError(
+                    f"master_weights='split' needs bfloat16 parameters; found {param.dtype}. "
+                    "Use master_weights='fp32'."
+                )
+            return (StateKey(MASTER_LOW_KEY, torch.int16), *keys)
+        return (StateKey(MASTER_KEY, torch.float32), *keys)
+
+    def signature(self, group: dict[str, Any]) -> Any:
+        return bool(group["amsgrad"])
+
+    def next_step(self, state: ParamState) -> int:
+        step = state.scalars.get("step")
+        return 1 if step is None else int(step) + 1
+
+    def splits(self, device: torch.device) -> bool:
+        return True
+
+    def begin(self, device: torch.device, turns: Sequence[Turn]) -> None:
+        """Bias corrections and lr are turned into coefficients here, on the device, one row per (group, step)."""
+        scratch = self._scratch_of(device)
+        groups = {(turn.group_number, turn.step): turn.group for turn in turns}
+        scratch.reserve(len(groups))
+        scratch.rows = {}
+        for row, ((number, step), group) in zip(scratch.coefficients, groups.items(), strict=False):
+            scratch.rows[number, step] = row
+            beta1, beta2 = group["betas"]
+            scratch.kernels.coefficients(
+                row, _lr_on(group["lr"], device), float(beta1), float(beta2), group["weight_decay"], step
+            )
+
+    def update(self, shares: Sequence[Share]) -> None:
+        for share in shares:
+            if share.stop > share.start:
+                self._update(share)
+
+    def _update(self, share: Share) -> None:
+        turn, state = share.turn, share.state
+        group, weight = turn.group, share.weight
+        scratch = self._scratch_of(weight.device)
+        kind = turn.of.master_kind
+        prints = scratch.prints(turn.of) if kind == "split" else None
+        if prints is not None and share.first and not turn.fresh:
+            scratch.kernels.fingerprint(turn.weight, prints[1])
+        scratch.kernels.update(
+            weight,
+            share.grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state.get("max_exp_avg_sq"),
+            state.get(MASTER_KEY, state.get(MASTER_LOW_KEY)),
+            master_kind=kind,
+            coefficients=scratch.rows[turn.group_number, turn.step],
+            prints=prints,
+            foreign=scratch.foreign,
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            maximize=group["maximize"],
+            decoupled=self._decoupled or group["decoupled_weight_decay"],
+            fresh=turn.fresh,
+        )
+        if prints is not None and share.last:
+            scratch.kernels.fingerprint(turn.weight, prints[0])
+
+    def finish(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            state = turn.of
+            state.scalars["step"] = torch.tensor(float(turn.step))
+            state.present = frozenset(key.name for key in state.keys)
+
+    def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
+        return self._scratch[device].foreign if device in self._scratch else None
+
+    def expect_weight(self, state: ParamState, weight: torch.Tensor) -> None:
+        from offstage.rules import adamw_host
+
+        device = state.param.device
+        value = torch.zeros(1, dtype=torch.int64)
+        adamw_host.fingerprint(weight.reshape(-1), value)
+        self._scratch_of(device).prints(state)[0].copy_(value)
+
+    def _scratch_of(self, device: torch.device) -> _Scratch:
+        if device not in self._scratch:
+            self._scratch[device] = _Scratch(device)
+        return self._scratch[device]
+
+
+class _Scratch:
+    """A device's few numbers: written and read on its update lane only, so the lane's order guards them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kernels = _kernels_for(device)
+        self.foreign = torch.zeros(1, dtype=torch.int64, device=device)
+        self.coefficients = torch.empty(8, _COEFFICIENTS, dtype=torch.float32, device=device)
+        self.rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._prints: dict[ParamState, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def reserve(self, needed: int) -> None:
+        """Make room for one row per distinct (group, step). Grows rarely: groups usually step together."""
+        if needed > len(self.coefficients):
+            self.coefficients = torch.empty(2 * needed, _COEFFICIENTS, dtype=torch.float32, device=self.device)
+
+    def prints(self, state: ParamState) -> tuple[torch.Tensor, torch.Tensor]:
+        """(expected, observed) fingerprints of one parameter's weight."""
+        if state not in self._prints:
+            pair = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self._prints[state] = (pair[:1], pair[1:])
+        return self._prints[state]
+
+
+def _kernels_for(device: torch.device) -> ModuleType:
+    if device.type == "cpu":
+        from offstage.rules import adamw_host
+
+        return adamw_host
+    try:
+        from offstage.rules import adamw_triton
+    except ImportError as error:
+        raise ConfigError(
+            f"offstage's Adam and AdamW need Triton for {device.type!r} tensors; it could not be imported ({error}). "
+            "Install the Triton that belongs to this torch, or use rule='torch'."
+        ) from error
+    return adamw_triton
+
+
+def _lr_on(lr: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    """A tensor lr is read where it lives: on the host now, on the device by the kernel, without a sync."""
+    if isinstance(lr, torch.Tensor) and (lr.device.type == "cpu" or device.type == "cpu"):
+        return float(lr)
+    return lr
+

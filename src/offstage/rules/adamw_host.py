@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam and AdamW for host tensors, in numba: the formula of `adamw_triton.py` with the same roundings.
+
+bf16 travels as uint16 and fp16 as int16, so that the array type alone picks the conversion. The loops index with
+unsigned integers over sliced arrays: with signed ones LLVM does not vectorise them (5x slower). Called by `adamw.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+_NO_ARRAY = None
+_CODES = {None: 0, "fp32": 1, "split": 2}
+_FACTOR = np.uint64(0x1E3779B97F4A7C15)
+
+
+@intrinsic
+def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c with one rounding."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
+
+
+def _bitcast(source: Any, target: Any) -> Any:
+    @intrinsic
+    def cast(typingctx: Any, x: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(target))
+
+        return target(source), codegen
+
+    return cast
+
+
+_bits = _bitcast(types.float32, types.uint32)
+_from_bits = _bitcast(types.uint32, types.float32)
+
+
+@intrinsic
+def _half_to_float(typingctx: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.int16), codegen
+
+
+@intrinsic
+def _float_to_half(typingctx: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), cgutils.ir.IntType(16))
+
+    return types.int16(types.float32), codegen
+
+
+@numba.njit(inline="always")
+def _to_bf16(x):  # type: ignore[no-untyped-def]
+    """Round to nearest even; any NaN becomes 0x7FC0 (see [Note: bits of a bf16])."""
+    bits = _bits(x)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.uint16(np.uint32(0x7FC0) if x != x else rounded)
+
+
+def _load(array, i):  # type: ignore[no-untyped-def]
+    """Element `i` as fp32."""
+
+
+@overload(_load, inline="always")
+def _load_of_dtype(array, i):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+        return lambda array, i: _from_bits(np.uint32(array[i]) << np.uint32(16))
+    if array.dtype == types.int16:
+        return lambda array, i: _half_to_float(array[i])
+    return lambda array, i: array[i]
+
+
+def _store(array, i, x):  # type: ignore[no-untyped-def]
+    """Set element `i` to the fp32 `x`, rounded to the array's format."""
+
+
+@overload(_store, inline="always")
+def _store_of_dtype(array, i, x):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+
+        def store_bf16(array, i, x):  # type: ignore[no-untyped-def]
+            array[i] = _to_bf16(x)
+
+        return store_bf16
+    if array.dtype == types.int16:
+
+        def store_fp16(array, i, x):  # type: ignore[no-untyped-def]
+            array[i] = _float_to_half(x)
+
+        return store_fp16
+
+    def store_fp32(array, i, x):  # type: ignore[no-untyped-def]
+        array[i] = x
+
+    return store_fp32
+
+
+def _rounded(array, x):  # type: ignore[no-untyped-def]
+    """What the fp32 `x` reads as after being stored in `array`."""
+
+
+@overload(_rounded, inline="always")
+def _rounded_to_dtype(array, x):  # type: ignore[no-untyped-def]
+    if array.dtype == types.uint16:
+        return lambda array, x: _from_bits(np.uint32(_to_bf16(x)) << np.uint32(16))
+    if array.dtype == types.int16:
+        return lambda array, x: _half_to_float(_float_to_half(x))
+    return lambda array, x: x
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _update(  # type: ignore[no-untyped-def]
+    weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, refresh,
+    lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
+):  # fmt: skip
+    """One pass over a piece. Returns how many weights were not the rounded master (fp32 masters only)."""
+    decay = weight_decay != np.float32(0)
+    foreign = np.int64(0)
+    for i in range(np.uint64(weight.size)):
+        g = _load(grad, i)
+        m = _load(exp_avg, i)
+        v = _load(exp_avg_sq, i)
+        p = _load(weight, i)
+        if master is not None:
+            kept = master[i]
+            same = _bits(_rounded(weight, kept)) == _bits(p) or (p != p and kept != kept)
+            foreign += np.int64(0 if same else 1)
+            p = kept if same else p  # the weight wins
+        if low is not None:
+            half = np.uint32(low[i])
+            tied_up = (_bits(v) >> np.uint32(31)) == np.uint32(1)
+            v = _from_bits(_bits(v) & np.uint32(0x7FFFFFFF))
+            rounded_up = half > np.uint32(0x8000) or (half == np.uint32(0x8000) and tied_up)
+            high = np.uint32(weight[i]) - np.uint32(1 if rounded_up else 0)
+            p = p if refresh else _from_bits((high << np.uint32(16)) | half)
+        if maximize:
+            g = -g
+        if decay:
+            if decoupled:
+                p = _fma(-lr_decay, p, p)
+            else:
+                g = _fma(p, weight_decay, g)
+        m = _fma(beta1, m, _fma(-beta1, g, g))
+        g2 = g * g
+        v = _fma(beta2, v, _fma(-beta2, g2, g2))
+        largest = v
+        if max_exp_avg_sq is not None:
+            largest = _load(max_exp_avg_sq, i)
+            largest = v if largest < v else largest  # std::max's answer to NaN
+            _store(max_exp_avg_sq, i, largest)
+        p = p - (step_size * m) / (np.sqrt(largest) / bias_correction2_sqrt + eps)
+        if master is not None:
+            master[i] = p
+        _store(exp_avg, i, m)
+        if low is not None:
+            bits = _bits(p)
+            half = np.uint32(0) if p != p else bits & np.uint32(0xFFFF)
+            low[i] = np.uint16(half)
+            tied_up = half == np.uint32(0x8000) and ((bits >> np.uint32(16)) & np.uint32(1)) == np.uint32(1)
+            v = _from_bits(_bits(v) | np.uint32(0x80000000)) if tied_up else v
+        _store(exp_avg_sq, i, v)
+        _store(weight, i, p)
+    return foreign
+
+
+@numba.njit(nogil=True, cache=True)
+def _fingerprint(weight):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(np.uint64(weight.size)):
+        total += np.uint64(weight[i]) * ((np.uint64(i) * _FACTOR) | np.uint64(1))
+    return np.int64(total)
+
+
+def update(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    max_exp_avg_sq: torch.Tensor | None,
+    master: torch.Tensor | None,
+    *,
+    master_kind: str | None,
+    coefficients: torch.Tensor,
+    prints: tuple[torch.Tensor, torch.Tensor] | None,
+    foreign: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    decoupled: bool,
+    fresh: bool,
+) -> None:
+    """One piece of one parameter: weight, moments and master in place."""
+    w = array_of(weight)
+    fp32_master = array_of(master) if master_kind == "fp32" else _NO_ARRAY
+    low = array_of(master).view(np.uint16) if master_kind == "split" else _NO_ARRAY
+    refresh = fresh
+    if prints is not None and not fresh and int(prints[0]) != int(prints[1]):
+        refresh = True
+        foreign += weight.numel()
+    lr_decay, step_size, bias_correction2_sqrt = (np.float32(x) for x in coefficients.tolist())
+    not_ours = _update(
+        w,
+        array_of(grad),
+        array_of(exp_avg),
+        array_of(exp_avg_sq),
+        array_of(max_exp_avg_sq) if max_exp_avg_sq is not None else _NO_ARRAY,
+        fp32_master,
+        low,
+        refresh,
+        lr_decay,
+        step_size,
+        bias_correction2_sqrt,
+        np.float32(beta1),
+        np.float32(beta2),
+        np.float32(weight_decay),
+        np.float32(eps),
+        maximize,
+        decoupled,
+    )
+    if not fresh:
+        foreign += int(not_ours)
+
+
+def coefficients(
+    out: torch.Tensor, lr: float | torch.Tensor, beta1: float, beta2: float, weight_decay: float, step: int
+) -> None:
+    """Fill `out` with [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)], all in fp32."""
+    rate = torch.tensor(float(lr), dtype=torch.float32)
+    betas = torch.tensor([beta1, beta2], dtype=torch.float32)
+    corrections = 1 - torch.pow(betas, torch.tensor(float(step), dtype=torch.float32))
+    out[0] = rate * torch.tensor(weight_decay, dtype=torch.float32)
+    out[1] = rate / corrections[0]
+    out[2] = corrections[1].sqrt()
+
+
+def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Set `out` (int64, one element) to the fingerprint of a whole bf16 parameter."""
+    out.fill_(int(_fingerprint(array_of(weight))))
+
+
+def array_of(tensor: torch.Tensor | None) -> Any:
+    """The memory of a flat host tensor; bf16 as uint16, fp16 as int16."""
+    assert tensor is not None
+    if tensor.dtype == torch.bfloat16:
+        return tensor.detach().view(torch.int16).numpy().view(np.uint16)
+    if tensor.dtype == torch.float16:
+        return tensor.detach().view(torch.int16).numpy()
+    return tensor.detach().numpy()

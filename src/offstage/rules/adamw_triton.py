@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adam and AdamW for accelerator tensors, in Triton: the same bits as `torch.optim.AdamW(fused=True)` on CUDA.
+
+Every operation is written with the rounding it must have (`fma`, `div_rn`, `sqrt_rn`, fusion off), so that
+`adamw_host.py` can repeat it bit for bit. Called by `adamw.py`, on the update lane.
+
+[Note: bits of a bf16] Conversions to bf16 are done on integers (round to nearest even, any NaN becomes 0x7FC0):
+hardware and software conversions agree on numbers and disagree on NaN payloads.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+_BLOCK = 1024
+_COEFFICIENT_BLOCK = 1
+
+NO_MASTER = tl.constexpr(0)
+FP32_MASTER = tl.constexpr(1)
+SPLIT_MASTER = tl.constexpr(2)
+MASTER_CODES = {None: 0, "fp32": 1, "split": 2}
+FINGERPRINT_FACTOR = tl.constexpr(0x1E3779B97F4A7C15)
+
+
+@triton.jit
+def _round_to_bf16_bits(x):
+    """The bf16 nearest to `x`, as the low 16 bits of an int32. See [Note: bits of a bf16]."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded & 0xFFFF)
+
+
+@triton.jit
+def _narrow(x, dtype: tl.constexpr):
+    """`x` (fp32) in `dtype`."""
+    if dtype == tl.bfloat16:
+        return _round_to_bf16_bits(x).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def _join(weight_bits, low, tied_up):
+    """The fp32 master from the bf16 weight's bits and its own low half. See `master_weights.py`."""
+    rounded_up = (low > 0x8000) | ((low == 0x8000) & tied_up)
+    high = weight_bits - tl.where(rounded_up, 1, 0)
+    return ((high << 16) | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def adamw_kernel(
+    weight_ptr,
+    grad_ptr,
+    exp_avg_ptr,
+    exp_avg_sq_ptr,
+    max_exp_avg_sq_ptr,
+    master_ptr,
+    coefficients_ptr,  # [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)]
+    expected_ptr,  # split: the weight's fingerprint after our last write
+    observed_ptr,  # split: its fingerprint now
+    foreign_ptr,  # elements whose weight was written by someone else
+    beta1,
+    beta2,
+    weight_decay,
+    eps,
+    numel,
+    fresh,  # no state yet: the master starts from the weight, and that is nobody's doing
+    MASTER: tl.constexpr,
+    AMSGRAD: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    DECAY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pid = tl.program_id(0).to(tl.int64)
+    index = pid * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    weight = tl.load(weight_ptr + index, mask=mask, other=0.0)
+    g = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
+
+    if MASTER == NO_MASTER:
+        p = weight.to(tl.float32)
+    elif MASTER == FP32_MASTER:
+        master = tl.load(master_ptr + index, mask=mask, other=0.0)
+        there = weight.to(tl.int16, bitcast=True)
+        ours = _narrow(master, weight_ptr.dtype.element_ty).to(tl.int16, bitcast=True)
+        foreign = (there != ours) & ((weight == weight) | (master == master)) & mask
+        p = tl.where(foreign, weight.to(tl.float32), master)
+        count = tl.sum(foreign.to(tl.int32))
+        if (count > 0) & (fresh == 0):
+            tl.atomic_add(foreign_ptr, count.to(tl.int64))
+    else:
+        low = tl.load(master_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        foreign = tl.load(expected_ptr) != tl.load(observed_ptr)
+        tied_up = (v.to(tl.int32, bitcast=True) < 0)
+        v = tl.abs(v)
+        joined = _join(weight.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, low, tied_up)
+        p = tl.where(foreign | (fresh != 0), weight.to(tl.float32), joined)
+        if foreign & (fresh == 0) & (pid == 0):
+            tl.atomic_add(foreign_ptr, numel.to(tl.int64))
+
+    zero = tl.zeros([BLOCK], tl.float32)
+    b1 = beta1 + zero
+    b2 = beta2 + zero
+    lr_decay = tl.load(coefficients_ptr) + zero
+    step_size = tl.load(coefficients_ptr + 1) + zero
+    bias_correction2_sqrt = tl.load(coefficients_ptr + 2) + zero
+    if MAXIMIZE:
+        g = -g
+    if DECAY:
+        if DECOUPLED:
+            p = tl.fma(-lr_decay, p, p)
+        else:
+            g = tl.fma(p, weight_decay + zero, g)
+    m = tl.fma(b1, m, tl.fma(-b1, g, g))
+    g2 = g * g
+    v = tl.fma(b2, v, tl.fma(-b2, g2, g2))
+    if AMSGRAD:
+        largest = tl.load(max_exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.where(largest < v, v, largest)  # std::max's answer to NaN
+        tl.store(max_exp_avg_sq_ptr + index, _narrow(largest, max_exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+        root = tl.sqrt_rn(largest)
+    else:
+        root = tl.sqrt_rn(v)
+    denominator = tl.div_rn(root, bias_correction2_sqrt) + eps
+    p = p - tl.div_rn(step_size * m, denominator)
+
+    v_kept = _narrow(v, exp_avg_sq_ptr.dtype.element_ty)
+    if MASTER == FP32_MASTER:
+        tl.store(master_ptr + index, p, mask=mask)
+    elif MASTER == SPLIT_MASTER:
+        bits = p.to(tl.int32, bitcast=True)
+        low = tl.where(p != p, 0, bits & 0xFFFF)
+        tl.store(master_ptr + index, low.to(tl.int16), mask=mask)
+        tied_up = (low == 0x8000) & (((bits >> 16) & 1) == 1)
+        v_kept = tl.where(tied_up, -v_kept, v_kept)
+    tl.store(weight_ptr + index, _narrow(p, weight_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_ptr + index, _narrow(m, exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + index, v_kept, mask=mask)
+
+
+@triton.jit
+def coefficients_kernel(out_ptr, lr_ptr, lr, beta1, beta2, weight_decay, step, LR_TENSOR: tl.constexpr):
+    """The three numbers that depend on lr and step, in the arithmetic of torch's fused kernel."""
+    one = tl.full([1], 1.0, tl.float32)
+    if LR_TENSOR:
+        rate = tl.load(lr_ptr + tl.arange(0, 1)).to(tl.float32)
+    else:
+        rate = lr * one
+    correction1 = one - libdevice.pow(beta1 * one, step * one)
+    correction2 = one - libdevice.pow(beta2 * one, step * one)
+    at = out_ptr + tl.arange(0, 1)
+    tl.store(at, rate * (weight_decay * one))
+    tl.store(at + 1, tl.div_rn(rate, correction1))
+    tl.store(at + 2, tl.sqrt_rn(correction2))
+
+
+@triton.jit
+def fingerprint_kernel(weight_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    """Adds to `out` a sum over the weight's bits that depends on where each bit is."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(weight_ptr + index, mask=index < numel, other=0).to(tl.int64) & 0xFFFF
+    tl.atomic_add(out_ptr, tl.sum(bits * ((index * FINGERPRINT_FACTOR) | 1)))
+
+
+def update(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    max_exp_avg_sq: torch.Tensor | None,
+    master: torch.Tensor | None,
+    *,
+    master_kind: str | None,
+    coefficients: torch.Tensor,
+    prints: tuple[torch.Tensor, torch.Tensor] | None,
+    foreign: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    decoupled: bool,
+    fresh: bool,
+) -> None:
+    """One piece of one parameter: weight, moments and master in place."""
+    numel = weight.numel()
+    expected, observed = prints if prints is not None else (foreign, foreign)
+    adamw_kernel[(triton.cdiv(numel, _BLOCK),)](
+        weight,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        max_exp_avg_sq if max_exp_avg_sq is not None else exp_avg_sq,
+        master if master is not None else exp_avg,
+        coefficients,
+        expected,
+        observed,
+        foreign,
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
+        numel,
+        int(fresh),
+        MASTER=MASTER_CODES[master_kind],
+        AMSGRAD=max_exp_avg_sq is not None,
+        MAXIMIZE=maximize,
+        DECOUPLED=decoupled,
+        DECAY=weight_decay != 0,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=False,
+    )
+
+
+def coefficients(
+    out: torch.Tensor, lr: float | torch.Tensor, beta1: float, beta2: float, weight_decay: float, step: int
+) -> None:
+    """Fill `out` with [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)]."""
+    is_tensor = isinstance(lr, torch.Tensor)
+    rate = 0.0 if is_tensor else float(lr)
+    pointer = lr if is_tensor else out
+    coefficients_kernel[(1,)](
+        out, pointer, rate, beta1, beta2, weight_decay, float(step), LR_TENSOR=is_tensor, enable_fp_fusion=False
+    )
+
+
+def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:
+    """Set `out` (int64, one element) to the fingerprint of a whole bf16 parameter."""
+    out.zero_()
+    fingerprint_kernel[(triton.cdiv(weight.numel(), _BLOCK),)](
+        weight.view(torch.int16), out, weight.numel(), BLOCK=_BLOCK
+    )

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is: the arithmetic of one optimizer family on pieces of parameters. Called by `optimizer.py`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+MASTER_KEY = "master_weight"
+"""fp32 masters: the key of their arena, and the name under which any master appears in a state dict."""
+MASTER_LOW_KEY = "master_low"
+"""Split masters: the 16 bits that the bf16 weight lacks. Never shown; `state_dict` joins them."""
+
+
+@dataclass(frozen=True)
+class StateKey:
+    """One thing an optimizer keeps for a parameter."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+    """`None`: one element per element of the parameter."""
+
+    def numel(self, param: torch.Tensor) -> int:
+        return param.numel() if self.shape is None else torch.Size(self.shape).numel()
+
+
+@dataclass(eq=False)
+class ParamState:
+    """What a rule needs to know of a parameter besides its state tensors; the optimizer keeps one per parameter."""
+
+    param: torch.Tensor
+    name: str
+    keys: tuple[StateKey, ...]
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """State that is one number per parameter: `step`, `mu_product`, … On the host for Adam and AdamW."""
+    present: frozenset[str] = frozenset()
+    """The keys that hold values. A key that torch has not created yet stays absent."""
+
+    @property
+    def master_kind(self) -> str | None:
+        names = {key.name for key in self.keys}
+        return "fp32" if MASTER_KEY in names else "split" if MASTER_LOW_KEY in names else None
+
+
+@dataclass(eq=False)
+class Turn:
+    """One parameter's part in one step: everything that could change before the update runs, taken at step()."""
+
+    of: ParamState
+    group: dict[str, Any]
+    """The hyperparameters of its group at this step (without the parameters)."""
+    group_number: int
+    step: int
+    """1 at the first update."""
+    fresh: bool
+    """There was no state before this step."""
+    weight: torch.Tensor
+    grad: torch.Tensor
+    """All of the parameter and of its gradient, flat, in the parameter's memory order."""
+    scalars: dict[str, Any] = field(default_factory=dict)
+    """What the update made of the parameter's scalars."""
+    created: frozenset[str] = frozenset()
+    """The state keys that hold values after the update."""
+
+
+@dataclass(eq=False)
+class Share:
+    """A piece of one parameter with everything its update needs. All tensors are flat and on one device."""
+
+    turn: Turn
+    start: int
+    stop: int
+    state: dict[str, torch.Tensor]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.turn.weight[self.start : self.stop]
+
+    @property
+    def grad(self) -> torch.Tensor:
+        return self.turn.grad[self.start : self.stop]
+
+    @property
+    def first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        return self.stop == self.turn.weight.numel()
+
+
+class Rule(ABC):
+    """One optimizer family. `begin` and `update` run on the update lane."""
+
+    needs_all_keys = False
+    """Whether state that exists at all must have every key; otherwise keys may appear one by one."""
+
+    @abstractmethod
+    def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
+        """What is kept for `param`; raises `ConfigError` for parameters this rule cannot update."""
+
+    @abstractmethod
+    def splits(self, device: torch.device) -> bool:
+        """Whether chunks may split parameters on `device` without changing a bit."""
+
+    def begin(self, device: torch.device, turns: Sequence[Turn]) -> None:  # noqa: B027
+        """Once per step and device, before any `update`."""
+
+    @abstractmethod
+    def update(self, shares: Sequence[Share]) -> None:
+        """Update weights and state in place."""
+
+    @abstractmethod
+    def finish(self, turns: Sequence[Turn]) -> None:
+        """Once per successful step: advance what counts steps."""
+
+    def signature(self, group: dict[str, Any]) -> Any:
+        """What of a group's hyperparameters decides which state is kept: if it changes, state is laid out anew."""
+        return None
+
+    def next_step(self, state: ParamState) -> int:
+        """The number of the update that comes next, where the rule itself needs it."""
+        return 0
+
+    def scalar_device(self, name: str, param: torch.Tensor, group: dict[str, Any]) -> torch.device:
+        """Where the scalar `name` is kept."""
+        return torch.device("cpu")
+
+    def expect_weight(self, state: ParamState, weight: torch.Tensor) -> None:  # noqa: B027
+        """Split masters were set from outside for the bf16 `weight` (a host tensor)."""
+
+    def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
+        """How many weights someone else wrote between our steps ([Note: who wrote the weight]), counted on `device`."""
+        return None

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TorchRule`: the user's own `torch.optim` class does the arithmetic, on pieces, with the bits of running it whole.
+
+The class's `step` runs on flat views of weight, gradient and state. Its scalars (`step`, `mu_product`, `eta`) are
+given as copies to every piece and kept once per parameter; state that torch has not created yet stays absent; step
+hooks do not fire, because they belong to the outer step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import optim
+
+from offstage.config import OffloadConfig
+from offstage.errors import ConfigError
+from offstage.flat import as_param
+from offstage.rules.rule import MASTER_KEY, Rule, Share, StateKey, Turn
+
+Group = dict[str, Any]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _adam(group: Group) -> tuple[str, ...]:
+    return (*_MOMENTS, "max_exp_avg_sq") if group["amsgrad"] else _MOMENTS
+
+
+def _rmsprop(group: Group) -> tuple[str, ...]:
+    momentum = ("momentum_buffer",) if group["momentum"] > 0 else ()
+    return ("square_avg", *momentum, *(("grad_avg",) if group["centered"] else ()))
+
+
+def _constant(*names: str) -> Callable[[Group], tuple[str, ...]]:
+    return lambda group: names
+
+
+ELEMENTWISE: dict[type[optim.Optimizer], Callable[[Group], tuple[str, ...]]] = {
+    optim.Adadelta: _constant("square_avg", "acc_delta"),
+    optim.Adagrad: _constant("sum"),
+    optim.Adam: _adam,
+    optim.Adamax: _constant("exp_avg", "exp_inf"),
+    optim.AdamW: _adam,
+    optim.ASGD: _constant("ax"),
+    optim.NAdam: _constant(*_MOMENTS),
+    optim.RAdam: _constant(*_MOMENTS),
+    optim.RMSprop: _rmsprop,
+    optim.Rprop: _constant("prev", "step_size"),
+    optim.SGD: lambda group: ("momentum_buffer",) if group["momentum"] != 0 else (),
+}
+"""Classes that treat each element alone, and the state each keeps per element."""
+
+WHOLE = (optim.Adafactor, optim.Muon)
+"""Classes that look at a whole parameter: chunks end between parameters."""
+
+
+class TorchRule(Rule):
+    """Any supported `torch.optim` class."""
+
+    def __init__(self, config: OffloadConfig, optimizer: optim.Optimizer) -> None:
+        self._config = config
+        self._class = type(optimizer)
+        self._inner = shell_of(optimizer)
+        self._foreign: dict[torch.device, torch.Tensor] = {}
+
+    def keys(self, param: torch.Tensor, group: Group) -> tuple[StateKey, ...]:
+        kind = self._config.master_weights
+        master = param.dtype in (torch.bfloat16, torch.float16) and kind != "none"
+        if master and kind == "split":
+            raise ConfigError(
+                f"master_weights='split' keeps a bit in Adam's exp_avg_sq and works with Adam and AdamW; found "
+                f"{self._class.__name__}. Use master_weights='fp32'."
+            )
+        dtype = torch.float32 if master else param.dtype
+        masters = (StateKey(MASTER_KEY, torch.float32),) if master else ()
+        if self._class in ELEMENTWISE:
+            return (*masters, *(StateKey(name, dtype) for name in ELEMENTWISE[self._class](group)))
+        if self._class is optim.Muon:
+            return (*masters, StateKey("momentum_buffer", dtype))
+        if param.dim() > 1:
+            rows, columns = list(param.shape), list(param.shape)
+            rows[-1], columns[-2] = 1, 1
+            return (*masters, StateKey("row_var", dtype, tuple(rows)), StateKey("col_var", dtype, tuple(columns)))
+        return (*masters, StateKey("variance", dtype))
+
+    def signature(self, group: Group) -> Any:
+        return ELEMENTWISE[self._class](group) if self._class in ELEMENTWISE else None
+
+    def scalar_device(self, name: str, param: torch.Tensor, group: Group) -> torch.device:
+        on_device = group.get("capturable") or group.get("fused") or name in ("eta", "mu")
+        return param.device if on_device else torch.device("cpu")
+
+    def splits(self, device: torch.device) -> bool:
+        # On CPU tensors torch's vectorised loops round the last few elements differently, so where a piece ends
+        # would change bits.
+        return self._class in ELEMENTWISE and device.type != "cpu"
+
+    def update(self, shares: Sequence[Share]) -> None:
+        groups: dict[int, Group] = {}
+        inner_state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        targets = [self._prepare(share, inner_state) for share in shares]
+        for share, target in zip(shares, targets, strict=True):
+            number = share.turn.group_number
+            groups.setdefault(number, {**share.turn.group, "params": []})["params"].append(target)
+        self._inner.state = inner_state
+        self._inner.param_groups = list(groups.values())
+        # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
+        self._class.step.__wrapped__(self._inner)  # type: ignore[attr-defined]
+        for share, target in zip(shares, targets, strict=True):
+            self._collect(share, target, inner_state[target])
+        self._inner.state, self._inner.param_groups = defaultdict(dict), []
+
+    def finish(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            turn.of.scalars, turn.of.present = turn.scalars, turn.created
+
+    def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
+        return self._foreign.get(device)
+
+    def _prepare(self, share: Share, inner_state: dict[torch.Tensor, dict[str, Any]]) -> torch.Tensor:
+        """The tensor the inner optimizer updates: the weight, or the fp32 master; with its gradient and state."""
+        turn = share.turn
+        weight, grad = share.weight, share.grad
+        if MASTER_KEY in share.state:
+            master = share.state[MASTER_KEY]
+            self._refresh(master, weight, fresh=turn.fresh)
+            weight = master
+        target = _shaped(share, weight.detach())
+        target.grad = _shaped(share, grad.to(target.dtype))
+        for key in turn.of.keys:
+            if key.name in turn.of.present and key.name != MASTER_KEY:
+                inner_state[target][key.name] = _shaped(share, share.state[key.name], key)
+        for name, value in turn.of.scalars.items():
+            inner_state[target][name] = value.clone() if isinstance(value, torch.Tensor) else value
+        return target
+
+    def _collect(self, share: Share, target: torch.Tensor, result: dict[str, Any]) -> None:
+        turn = share.turn
+        names = {key.name for key in turn.of.keys}
+        for key in turn.of.keys:
+            kept = result.get(key.name)
+            if kept is None:
+                continue
+            place = _shaped(share, share.state[key.name], key)
+            if kept.data_ptr() != place.data_ptr():  # created by this step
+                place.copy_(kept)
+        masters = {MASTER_KEY} & share.state.keys()
+        turn.created = frozenset(names & result.keys()) | masters
+        turn.scalars = {name: value for name, value in result.items() if name not in names}
+        if masters:
+            share.weight.copy_(share.state[MASTER_KEY])
+
+    def _refresh(self, master: torch.Tensor, weight: torch.Tensor, *, fresh: bool) -> None:
+        """Where the weight is no longer the rounded master, the weight wins ([Note: who wrote the weight])."""
+        same_bits = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+        foreign = ~(same_bits | (master.isnan() & weight.isnan()))
+        master.copy_(torch.where(foreign, weight.to(torch.float32), master))
+        if not fresh:
+            counter = self._foreign.get(weight.device)
+            if counter is None:
+                counter = self._foreign[weight.device] = torch.zeros(1, dtype=torch.int64, device=weight.device)
+            counter += foreign.sum()
+
+
+def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:
+    """An instance of the same class with the same settings, without parameters, state and hooks."""
+    inner = type(optimizer).__new__(type(optimizer))
+    inner.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not k.startswith("_optimizer_")})
+    inner.__dict__.pop("step", None)  # schedulers wrap the instance's step
+    inner.state, inner.param_groups = defaultdict(dict), []
+    return inner
+
+
+def _shaped(share: Share, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:
+    """`flat` as the inner optimizer should see it: a whole parameter in its own shape, a piece flat."""
+    param = share.turn.of.param
+    if key is not None and key.shape is not None:
+        return flat.view(key.shape)
+    if share.first and share.last:
+        return as_param(flat, param)
+    return flat.view(-1)
+

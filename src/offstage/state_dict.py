@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain-torch state in and out, from any plan to any plan. Called by `optimizer.py`.
+
+The format is torch's own: `{"state": {index: {name: value}}, "param_groups": [...]}`, tensors on the host, with one
+extra name, `master_weight`, where fp32 masters exist. Host tensors are handed out without a copy where they are kept
+in their public form; each owns a storage of its own size, so that saving one does not save its arena.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from offstage.errors import ConfigError
+from offstage.interrupts import deferred_interrupts
+
+if TYPE_CHECKING:
+    from offstage.optimizer import OffloadedOptimizer
+
+
+class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
+    """`optimizer.state`: parameter → its state under torch's names. Reading drains, writing writes through."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+        held = self._optimizer.held(param)
+        self._optimizer.synchronize()
+        return _ParamView(self, param, held.export())
+
+    def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+        optimizer = self._optimizer
+        held, group = optimizer.held(param), optimizer.group_of(param)
+        held.check(values, complete=optimizer.rule.needs_all_keys)
+        optimizer.synchronize()
+        with deferred_interrupts():
+            held.load(values, optimizer.rule, group)
+
+    def __delitem__(self, param: torch.Tensor) -> None:
+        self[param] = {}
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (held.param for held in self._optimizer.all_held() if held.present or held.scalars)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, param: object) -> bool:
+        return any(param is other for other in self)
+
+    def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
+        """`optimizer.state = values`: what torch code does to reset an optimizer."""
+        for param in list(self):
+            self[param] = values.get(param, {})
+        for param, value in values.items():
+            self[param] = value
+
+
+class _ParamView(dict[str, Any]):
+    """One parameter's state. Assigning a key writes it where the state is kept."""
+
+    def __init__(self, view: StateView, param: torch.Tensor, values: dict[str, Any]) -> None:
+        super().__init__(values)
+        self._view, self._param = view, param
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self._view[self._param] = dict(self)
+
+
+def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """`optimizer.state_dict()`."""
+    for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        pre_hook(optimizer)
+    optimizer.synchronize()
+    index = {param: i for i, param in enumerate(_params(optimizer))}
+    groups = []
+    for group in optimizer.param_groups:
+        packed = {name: value for name, value in group.items() if name != "params"}
+        packed["params"] = [index[param] for param in group["params"]]
+        groups.append(packed)
+    state = {}
+    for param, i in index.items():
+        exported = optimizer.held(param).export()
+        if exported:
+            state[i] = {name: _on_host(value) for name, value in exported.items()}
+    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = post_hook(optimizer, result)
+        result = result if replaced is None else replaced
+    return result
+
+
+def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
+    """`optimizer.load_state_dict(state_dict)`. Everything is checked before the old state is touched."""
+    loaded = dict(state_dict)
+    for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = pre_hook(optimizer, loaded)
+        loaded = loaded if replaced is None else replaced
+    groups = _checked_groups(optimizer, loaded)
+    saved_ids = list(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
+    values = {
+        param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)
+    }
+    optimizer.check_values(values, groups)
+    optimizer.recover()
+    with deferred_interrupts():
+        for group, new in zip(optimizer.param_groups, groups, strict=True):
+            params, names = group["params"], group.get("param_names")
+            group.clear()
+            group.update(new, params=params)
+            if names is not None and "param_names" not in new:
+                group["param_names"] = names
+        optimizer.follow_groups()
+        for param, value in values.items():
+            optimizer.held(param).load(value, optimizer.rule, optimizer.group_of(param))
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The saved groups with the defaults this torch version adds to old checkpoints."""
+    if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
+        raise ConfigError("load_state_dict() expects a dict with 'state' and 'param_groups', as state_dict() returns.")
+    have, saved = optimizer.param_groups, loaded["param_groups"]
+    sizes, saved_sizes = [len(g["params"]) for g in have], [len(g["params"]) for g in saved]
+    if sizes != saved_sizes:
+        raise ConfigError(
+            f"The optimizer has parameter groups of {sizes} parameters, the state dict of {saved_sizes}; expected the same. "
+            "Load a checkpoint of this model, with the parameters grouped as they were when it was saved."
+        )
+    groups = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in saved])
+    return optimizer.with_class_defaults(groups)
+
+
+def _params(optimizer: OffloadedOptimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _on_host(value: Any) -> Any:
+    return value.to("cpu") if isinstance(value, torch.Tensor) else value
+
