@@ -51,7 +51,9 @@ CASES = [
     Case("fp32, Adam, amsgrad", cls=torch.optim.Adam, options=ADAMW | {"amsgrad": True, "weight_decay": 0.0}),
     Case("bf16, fp32 masters", BF16, options=ADAMW),
     Case("bf16, split masters", BF16, options=ADAMW, config={"master_weights": "split"}),
-    Case("bf16, split masters, half resident", BF16, options=ADAMW, config={"master_weights": "split", "fraction": 0.5}),
+    Case(
+        "bf16, split masters, half resident", BF16, options=ADAMW, config={"master_weights": "split", "fraction": 0.5}
+    ),
     Case("fp16, fp32 masters", torch.float16, options=ADAMW),
     Case(
         "bf16, no masters, bf16 moments",

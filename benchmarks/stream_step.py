@@ -19,6 +19,7 @@ from benchmarks.common import milliseconds, rss_bytes, write_row
 from offstage.config import parse_size
 from offstage.host_memory import Arena
 
+PIECE = 16 * 2**20  # elements: 64 MiB a copy
 LAYERS = 32
 SHAPES = [(4096, 4096), (4096, 4096), (4096, 8192), (4096,)]
 
@@ -33,14 +34,15 @@ def link_rates() -> dict[str, float]:
 
     def both(fetch: bool, store: bool) -> None:
         here = torch.cuda.current_stream()
-        for stream, copy, wanted in ((streams[0], (a, up.flat), fetch), (streams[1], (down.flat, b), store)):
-            if wanted:
-                stream.wait_stream(here)
+        copies = [(streams[0], a, up.flat)] * fetch + [(streams[1], down.flat, b)] * store
+        for stream, _, _ in copies:
+            stream.wait_stream(here)
+        for start in range(0, numel, PIECE):
+            for stream, target, source in copies:
                 with torch.cuda.stream(stream):
-                    for start in range(0, numel, 16 * 2**20):
-                        part = slice(start, start + 16 * 2**20)
-                        copy[0][part].copy_(copy[1][part], non_blocking=True)
-                here.wait_stream(stream)
+                    target[start : start + PIECE].copy_(source[start : start + PIECE], non_blocking=True)
+        for stream, _, _ in copies:
+            here.wait_stream(stream)
 
     size = numel * 4 / 1e6
     rates = {

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """offstage keeps training state off the accelerator until it is needed."""
 
+from offstage._version import __version__
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.optimizer import OffloadedOptimizer, offload
@@ -11,6 +12,6 @@ __all__ = [
     "OffloadIneffectiveError",
     "OffloadedOptimizer",
     "OffstageError",
+    "__version__",
     "offload",
 ]
-__version__ = "0.1.0"

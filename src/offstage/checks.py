@@ -22,10 +22,13 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module | None) -> None:
         )
     if getattr(optimizer, "_offstage_consumed", False):
         raise ConfigError(
-            f"This {type(optimizer).__name__} is already offloaded. Use the optimizer that the first offload() returned."
+            f"This {type(optimizer).__name__} is already offloaded; expected one that is not. "
+            "Use the optimizer that the first offload() returned."
         )
     if model is not None and not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model expects a torch.nn.Module; found {type(model).__name__}. Leave it out, or pass the model.")
+        raise ConfigError(
+            f"model expects a torch.nn.Module; found {type(model).__name__}. Leave it out, or pass the model."
+        )
     if model is not None:
         _check_model(optimizer, model)
     for number, group in enumerate(optimizer.param_groups):
@@ -56,8 +59,8 @@ def check_no_duplicates(groups: Iterable[dict[str, Any]], names: dict[torch.Tens
         for param in group["params"]:
             if param in seen:
                 raise ConfigError(
-                    f"Parameter {names.get(param, tuple(param.shape))!r} is given twice; expected every parameter once. "
-                    "Remove it from one of the groups (tied weights are one parameter)."
+                    f"Parameter {names.get(param, tuple(param.shape))!r} is given twice; expected every parameter "
+                    "once. Remove it from one of the groups (tied weights are one parameter)."
                 )
             seen.add(param)
 
@@ -100,8 +103,8 @@ def _check_dtensor(param: DTensor, name: str) -> None:
     local, mesh = param.to_local().device.type, param.device_mesh.device_type
     if local != mesh:
         raise ConfigError(
-            f"Parameter {name!r} lives on {local!r} while its mesh is on {mesh!r}: FSDP2's CPUOffloadPolicy has offloaded "
-            "it already. Remove offload_policy=CPUOffloadPolicy() from fully_shard()."
+            f"Parameter {name!r} lives on {local!r} while its mesh is on {mesh!r}: FSDP2's CPUOffloadPolicy has "
+            "offloaded it already. Remove offload_policy=CPUOffloadPolicy() from fully_shard()."
         )
     raise ConfigError(
         f"Parameter {name!r} is a DTensor; this version offloads plain parameters. "

@@ -29,9 +29,7 @@ def parse_size(value: int | str, field: str) -> int:
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     else:
-        raise ConfigError(
-            f"{field} expects a number of bytes or a size such as '8GiB' or '512MB'; found {value!r}."
-        )
+        raise ConfigError(f"{field} expects a number of bytes or a size such as '8GiB' or '512MB'; found {value!r}.")
     if size < 0:
         raise ConfigError(f"{field} expects a size of at least 0 bytes; found {value!r}.")
     return size

@@ -98,8 +98,8 @@ class Engine:
             self._pipeline.prepare()
         except torch.OutOfMemoryError as error:
             error.add_note(
-                f"offstage: {self._pipeline.num_slots} slots of {format_size(self._pipeline.slot_bytes)} did not fit on "
-                f"{self.device}. Nothing was changed. Lower chunk_bytes or slots, or free device memory."
+                f"offstage: {self._pipeline.num_slots} slots of {format_size(self._pipeline.slot_bytes)} did not fit "
+                f"on {self.device}. Nothing was changed. Lower chunk_bytes or slots, or free device memory."
             )
             raise
 

@@ -46,6 +46,4 @@ def _dense_strides(param: torch.Tensor) -> tuple[int, ...]:
 def _same_order(data: torch.Tensor, param: torch.Tensor) -> bool:
     """Whether `data` lies in memory as `param` does, without gaps."""
     wanted = _dense_strides(param)
-    return all(
-        size == 1 or have == want for size, have, want in zip(data.shape, data.stride(), wanted, strict=True)
-    )
+    return all(size == 1 or have == want for size, have, want in zip(data.shape, data.stride(), wanted, strict=True))

@@ -57,8 +57,7 @@ class HeldState(ParamState):
 
     def allocate_resident(self) -> None:
         self.resident = {
-            key.name: torch.zeros(key.numel(self.param), dtype=key.dtype, device=self.param.device)
-            for key in self.keys
+            key.name: torch.zeros(key.numel(self.param), dtype=key.dtype, device=self.param.device) for key in self.keys
         }
 
     def export(self) -> dict[str, Any]:
@@ -74,7 +73,7 @@ class HeldState(ParamState):
         for key in self.keys:
             if key.name in self.present:
                 name = MASTER_KEY if key.name == MASTER_LOW_KEY else key.name
-                result[name] = self._shaped(special.get(name, None), key)
+                result[name] = self._shaped(special.get(name), key)
         return result
 
     def check(self, values: Mapping[str, Any], *, complete: bool) -> None:

@@ -133,7 +133,7 @@ def _pinned_by_torch(nbytes: int) -> Any:
 
 def _register(address: int, nbytes: int) -> None:
     _warn_memlock(nbytes)
-    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
     if code not in (0, _CUDA_ALREADY_REGISTERED):
         raise HostMemoryError(
             f"The driver refused to pin {format_size(nbytes)} of host memory (cudaHostRegister: error {code}). "
@@ -145,7 +145,7 @@ def _unregister(address: int, device: torch.device) -> None:
     # Whoever closes an arena has drained its lanes; at interpreter exit or garbage collection nobody has.
     # An unregistered page under a running copy is a fault, so the device is asked once more.
     torch.cuda.synchronize(device)
-    torch.cuda.cudart().cudaHostUnregister(address)
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _warn_memlock(nbytes: int) -> None:

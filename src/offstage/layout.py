@@ -86,7 +86,9 @@ def make_layout(
         offsets.append(dict(cursor))
         for key in itemsize:
             cursor[key] += _round_up(extent[key], align)
-    pieces = _cut(numel, itemsize, align, chunk_bytes) if split else _whole(extents, numel, itemsize, align, chunk_bytes)
+    pieces = (
+        _cut(numel, itemsize, align, chunk_bytes) if split else _whole(extents, numel, itemsize, align, chunk_bytes)
+    )
     chunks = []
     for number, group in enumerate(pieces):
         ranges = {key: _span(group, offsets, extents, key) for key in itemsize}

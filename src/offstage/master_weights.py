@@ -19,7 +19,6 @@ from __future__ import annotations
 import torch
 
 
-
 def split(master: torch.Tensor, exp_avg_sq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(bf16 weight, low half as int16, `exp_avg_sq` carrying the tie bit) of fp32 masters."""
     bits = master.view(torch.int32)

@@ -50,11 +50,11 @@ def offload(
 class OffloadedOptimizer(torch.optim.Optimizer):
     """What `offload()` returns. Use it as the optimizer it was made from."""
 
+    _offstage_consumed = True  # offload() refuses it
+
     # Initialization
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, config: OffloadConfig
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, config: OffloadConfig) -> None:
         check_no_duplicates(optimizer.param_groups, names := _names_of(optimizer, model))
         self.config = config
         self.rule = choose_rule(optimizer, config)
@@ -203,7 +203,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         updated = False
         try:
             for device, device_turns in by_device.items():
-                updated |= self._engines[device].run(device_turns) is None
+                self._engines[device].run(device_turns)
+                updated = True
         except BaseException as error:
             self._fail(error, updated)
             raise
@@ -224,8 +225,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             engine.reset()
         if lost:
             self._lost = (
-                f"Step {self._steps + 1} failed after some weights had been updated ({type(error).__name__}: {error}); the "
-                "weights and state are between two steps. Load a checkpoint into the model and this optimizer "
+                f"Step {self._steps + 1} failed after some weights had been updated ({type(error).__name__}: {error}); "
+                "the weights and state are between two steps. Load a checkpoint into the model and this optimizer "
                 "(load_state_dict) to go on."
             )
             raise StepLostError(self._lost) from error
@@ -235,8 +236,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         streamed = [turn.of for turn in turns if self._held[turn.of.param].placement is Placement.STREAMED]
         if streamed and not any(self._last_moved):
             raise OffloadIneffectiveError(
-                f"{len(streamed)} parameters with state on the host had gradients (first: {streamed[0].name!r}), and no "
-                "byte moved in this step. This is a defect in offstage; please report it with the plan: "
+                f"{len(streamed)} parameters with state on the host had gradients (first: {streamed[0].name!r}), and "
+                "no byte moved in this step. This is a defect in offstage; please report it with the plan: "
                 f"{self.plan.summary()}"
             )
 

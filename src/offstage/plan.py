@@ -48,9 +48,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        return sum(
-            s.padded_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is Placement.STREAMED
-        )
+        return sum(s.padded_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is Placement.STREAMED)
 
     @property
     def device_bytes(self) -> int:

@@ -85,4 +85,3 @@ class StepTimer:
             self._open.popleft()
             self.exposed_ms = times.pop(Lane.CALLER.value)
             self.lane_ms = {lane: time for lane, time in times.items() if time is not None}
-

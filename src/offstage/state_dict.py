@@ -104,9 +104,7 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
         loaded = loaded if replaced is None else replaced
     groups = _checked_groups(optimizer, loaded)
     saved_ids = list(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
-    values = {
-        param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)
-    }
+    values = {param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)}
     optimizer.check_values(values, groups)
     optimizer.recover()
     with deferred_interrupts():
@@ -131,8 +129,8 @@ def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) ->
     sizes, saved_sizes = [len(g["params"]) for g in have], [len(g["params"]) for g in saved]
     if sizes != saved_sizes:
         raise ConfigError(
-            f"The optimizer has parameter groups of {sizes} parameters, the state dict of {saved_sizes}; expected the same. "
-            "Load a checkpoint of this model, with the parameters grouped as they were when it was saved."
+            f"The optimizer has parameter groups of {sizes} parameters, the state dict of {saved_sizes}; expected the "
+            "same. Load a checkpoint of this model, with the parameters grouped as they were when it was saved."
         )
     groups = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in saved])
     return optimizer.with_class_defaults(groups)
@@ -144,4 +142,3 @@ def _params(optimizer: OffloadedOptimizer) -> list[torch.Tensor]:
 
 def _on_host(value: Any) -> Any:
     return value.to("cpu") if isinstance(value, torch.Tensor) else value
-

@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
-from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, Share, StateKey, Turn
-
-_COEFFICIENTS = 3
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, ParamState, Rule, Share, StateKey, Turn
 
 
 class AdamRule(Rule):
@@ -45,8 +44,7 @@ class AdamRule(Rule):
         if kind == "split":
             if param.dtype != torch.bfloat16:
                 raise ConfigError(
-                    f"master_weights='split' needs bfloat16 parameters; found {param.dtype}. "
-                    "Use master_weights='fp32'."
+                    f"master_weights='split' needs bfloat16 parameters; found {param.dtype}. Use master_weights='fp32'."
                 )
             return (StateKey(MASTER_LOW_KEY, torch.int16), *keys)
         return (StateKey(MASTER_KEY, torch.float32), *keys)
@@ -66,13 +64,21 @@ class AdamRule(Rule):
         scratch = self._scratch_of(device)
         groups = {(turn.group_number, turn.step): turn.group for turn in turns}
         scratch.reserve(len(groups))
-        scratch.rows = {}
-        for row, ((number, step), group) in zip(scratch.coefficients, groups.items(), strict=False):
-            scratch.rows[number, step] = row
-            beta1, beta2 = group["betas"]
-            scratch.kernels.coefficients(
-                row, _lr_on(group["lr"], device), float(beta1), float(beta2), group["weight_decay"], step
-            )
+        scratch.rows = dict(zip(groups, scratch.coefficients, strict=False))
+        scratch.kernels.coefficients(
+            scratch.inputs,
+            scratch.coefficients,
+            [
+                Hyperparameters(
+                    lr=_lr_on(group["lr"], device),
+                    beta1=float(group["betas"][0]),
+                    beta2=float(group["betas"][1]),
+                    weight_decay=float(group["weight_decay"]),
+                    step=step,
+                )
+                for (_, step), group in groups.items()
+            ],
+        )
 
     def update(self, shares: Sequence[Share]) -> None:
         for share in shares:
@@ -139,14 +145,17 @@ class _Scratch:
         self.device = device
         self.kernels = _kernels_for(device)
         self.foreign = torch.zeros(1, dtype=torch.int64, device=device)
-        self.coefficients = torch.empty(8, _COEFFICIENTS, dtype=torch.float32, device=device)
+        self._room = 0
+        self.reserve(4)
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
-        self._prints: dict[ParamState, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._prints: WeakKeyDictionary[ParamState, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
     def reserve(self, needed: int) -> None:
         """Make room for one row per distinct (group, step). Grows rarely: groups usually step together."""
-        if needed > len(self.coefficients):
-            self.coefficients = torch.empty(2 * needed, _COEFFICIENTS, dtype=torch.float32, device=self.device)
+        if needed > self._room:
+            self._room = 2 * needed
+            self.coefficients = torch.empty(self._room, 3, dtype=torch.float32, device=self.device)
+            self.inputs = torch.empty(5, self._room, dtype=torch.float32, device=self.device)
 
     def prints(self, state: ParamState) -> tuple[torch.Tensor, torch.Tensor]:
         """(expected, observed) fingerprints of one parameter's weight."""
@@ -176,4 +185,3 @@ def _lr_on(lr: float | torch.Tensor, device: torch.device) -> float | torch.Tens
     if isinstance(lr, torch.Tensor) and (lr.device.type == "cpu" or device.type == "cpu"):
         return float(lr)
     return lr
-

@@ -7,6 +7,7 @@ unsigned integers over sliced arrays: with signed ones LLVM does not vectorise t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -16,6 +17,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
+
+from offstage.rules.rule import Hyperparameters
 
 _NO_ARRAY = None
 _CODES = {None: 0, "fp32": 1, "split": 2}
@@ -64,19 +67,19 @@ def _float_to_half(typingctx: Any, x: Any) -> Any:
 
 
 @numba.njit(inline="always")
-def _to_bf16(x):  # type: ignore[no-untyped-def]
+def _to_bf16(x):
     """Round to nearest even; any NaN becomes 0x7FC0 (see [Note: bits of a bf16])."""
     bits = _bits(x)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.uint16(np.uint32(0x7FC0) if x != x else rounded)
 
 
-def _load(array, i):  # type: ignore[no-untyped-def]
+def _load(array, i):
     """Element `i` as fp32."""
 
 
 @overload(_load, inline="always")
-def _load_of_dtype(array, i):  # type: ignore[no-untyped-def]
+def _load_of_dtype(array, i):
     if array.dtype == types.uint16:
         return lambda array, i: _from_bits(np.uint32(array[i]) << np.uint32(16))
     if array.dtype == types.int16:
@@ -84,37 +87,37 @@ def _load_of_dtype(array, i):  # type: ignore[no-untyped-def]
     return lambda array, i: array[i]
 
 
-def _store(array, i, x):  # type: ignore[no-untyped-def]
+def _store(array, i, x):
     """Set element `i` to the fp32 `x`, rounded to the array's format."""
 
 
 @overload(_store, inline="always")
-def _store_of_dtype(array, i, x):  # type: ignore[no-untyped-def]
+def _store_of_dtype(array, i, x):
     if array.dtype == types.uint16:
 
-        def store_bf16(array, i, x):  # type: ignore[no-untyped-def]
+        def store_bf16(array, i, x):
             array[i] = _to_bf16(x)
 
         return store_bf16
     if array.dtype == types.int16:
 
-        def store_fp16(array, i, x):  # type: ignore[no-untyped-def]
+        def store_fp16(array, i, x):
             array[i] = _float_to_half(x)
 
         return store_fp16
 
-    def store_fp32(array, i, x):  # type: ignore[no-untyped-def]
+    def store_fp32(array, i, x):
         array[i] = x
 
     return store_fp32
 
 
-def _rounded(array, x):  # type: ignore[no-untyped-def]
+def _rounded(array, x):
     """What the fp32 `x` reads as after being stored in `array`."""
 
 
 @overload(_rounded, inline="always")
-def _rounded_to_dtype(array, x):  # type: ignore[no-untyped-def]
+def _rounded_to_dtype(array, x):
     if array.dtype == types.uint16:
         return lambda array, x: _from_bits(np.uint32(_to_bf16(x)) << np.uint32(16))
     if array.dtype == types.int16:
@@ -123,7 +126,7 @@ def _rounded_to_dtype(array, x):  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
-def _update(  # type: ignore[no-untyped-def]
+def _update(
     weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, refresh,
     lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
 ):  # fmt: skip
@@ -178,7 +181,7 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 @numba.njit(nogil=True, cache=True)
-def _fingerprint(weight):  # type: ignore[no-untyped-def]
+def _fingerprint(weight):
     total = np.uint64(0)
     for i in range(np.uint64(weight.size)):
         total += np.uint64(weight[i]) * ((np.uint64(i) * _FACTOR) | np.uint64(1))
@@ -237,16 +240,15 @@ def update(
         foreign += int(not_ours)
 
 
-def coefficients(
-    out: torch.Tensor, lr: float | torch.Tensor, beta1: float, beta2: float, weight_decay: float, step: int
-) -> None:
-    """Fill `out` with [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)], all in fp32."""
-    rate = torch.tensor(float(lr), dtype=torch.float32)
-    betas = torch.tensor([beta1, beta2], dtype=torch.float32)
-    corrections = 1 - torch.pow(betas, torch.tensor(float(step), dtype=torch.float32))
-    out[0] = rate * torch.tensor(weight_decay, dtype=torch.float32)
-    out[1] = rate / corrections[0]
-    out[2] = corrections[1].sqrt()
+def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperparameters]) -> None:
+    """Row i of `out` = [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)] of `rows[i]`, all in fp32."""
+    for i, row in enumerate(rows):
+        numbers = [row.beta1, row.beta2, float(row.step), float(row.lr), row.weight_decay]
+        inputs[:, i] = torch.tensor(numbers, dtype=torch.float32)
+    beta1, beta2, step, lr, weight_decay = inputs[:, : len(rows)]
+    out[: len(rows), 0] = lr * weight_decay
+    out[: len(rows), 1] = lr / (1 - torch.pow(beta1, step))
+    out[: len(rows), 2] = (1 - torch.pow(beta2, step)).sqrt()
 
 
 def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:

@@ -10,13 +10,15 @@ hardware and software conversions agree on numbers and disagree on NaN payloads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
+
+from offstage.rules.rule import Hyperparameters
 
 _BLOCK = 1024
-_COEFFICIENT_BLOCK = 1
 
 NO_MASTER = tl.constexpr(0)
 FP32_MASTER = tl.constexpr(1)
@@ -50,7 +52,7 @@ def _join(weight_bits, low, tied_up):
     return ((high << 16) | low).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["fresh"])
 def adamw_kernel(
     weight_ptr,
     grad_ptr,
@@ -97,12 +99,12 @@ def adamw_kernel(
     else:
         low = tl.load(master_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
         foreign = tl.load(expected_ptr) != tl.load(observed_ptr)
-        tied_up = (v.to(tl.int32, bitcast=True) < 0)
+        tied_up = v.to(tl.int32, bitcast=True) < 0
         v = tl.abs(v)
         joined = _join(weight.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, low, tied_up)
         p = tl.where(foreign | (fresh != 0), weight.to(tl.float32), joined)
         if foreign & (fresh == 0) & (pid == 0):
-            tl.atomic_add(foreign_ptr, numel.to(tl.int64))
+            tl.atomic_add(foreign_ptr, tl.zeros([], tl.int64) + numel)
 
     zero = tl.zeros([BLOCK], tl.float32)
     b1 = beta1 + zero
@@ -144,20 +146,18 @@ def adamw_kernel(
     tl.store(exp_avg_sq_ptr + index, v_kept, mask=mask)
 
 
-@triton.jit
-def coefficients_kernel(out_ptr, lr_ptr, lr, beta1, beta2, weight_decay, step, LR_TENSOR: tl.constexpr):
-    """The three numbers that depend on lr and step, in the arithmetic of torch's fused kernel."""
-    one = tl.full([1], 1.0, tl.float32)
+@triton.jit(do_not_specialize=["step"])
+def hyperparameters_kernel(out_ptr, stride, lr_ptr, lr, beta1, beta2, weight_decay, step, LR_TENSOR: tl.constexpr):
+    """One column of [beta1, beta2, step, lr, weight_decay]: numbers go to the device as arguments, without a copy."""
     if LR_TENSOR:
-        rate = tl.load(lr_ptr + tl.arange(0, 1)).to(tl.float32)
+        rate = tl.load(lr_ptr).to(tl.float32)
     else:
-        rate = lr * one
-    correction1 = one - libdevice.pow(beta1 * one, step * one)
-    correction2 = one - libdevice.pow(beta2 * one, step * one)
-    at = out_ptr + tl.arange(0, 1)
-    tl.store(at, rate * (weight_decay * one))
-    tl.store(at + 1, tl.div_rn(rate, correction1))
-    tl.store(at + 2, tl.sqrt_rn(correction2))
+        rate = lr
+    tl.store(out_ptr, beta1)
+    tl.store(out_ptr + stride, beta2)
+    tl.store(out_ptr + 2 * stride, step)
+    tl.store(out_ptr + 3 * stride, rate)
+    tl.store(out_ptr + 4 * stride, weight_decay)
 
 
 @triton.jit
@@ -218,16 +218,32 @@ def update(
     )
 
 
-def coefficients(
-    out: torch.Tensor, lr: float | torch.Tensor, beta1: float, beta2: float, weight_decay: float, step: int
-) -> None:
-    """Fill `out` with [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)]."""
-    is_tensor = isinstance(lr, torch.Tensor)
-    rate = 0.0 if is_tensor else float(lr)
-    pointer = lr if is_tensor else out
-    coefficients_kernel[(1,)](
-        out, pointer, rate, beta1, beta2, weight_decay, float(step), LR_TENSOR=is_tensor, enable_fp_fusion=False
-    )
+def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperparameters]) -> None:
+    """Row i of `out` = [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)] of `rows[i]`.
+
+    The powers are torch's own, because torch's fused kernel uses the same function; Triton's differs in the last bit.
+    """
+    for i, row in enumerate(rows):
+        lr_tensor = isinstance(row.lr, torch.Tensor)
+        hyperparameters_kernel[(1,)](
+            inputs[:, i:],
+            inputs.stride(0),
+            row.lr if lr_tensor else inputs,
+            0.0 if lr_tensor else float(row.lr),
+            row.beta1,
+            row.beta2,
+            row.weight_decay,
+            float(row.step),
+            LR_TENSOR=lr_tensor,
+        )
+    used = inputs[:, : len(rows)]
+    betas, step, lr, weight_decay = used[:2], used[2], used[3], used[4]
+    lr_decay, step_size, correction2_sqrt = out[: len(rows)].unbind(1)
+    torch.pow(betas, step, out=betas)
+    betas.neg_().add_(1)
+    torch.mul(lr, weight_decay, out=lr_decay)
+    torch.div(lr, betas[0], out=step_size)
+    torch.sqrt(betas[1], out=correction2_sqrt)
 
 
 def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:

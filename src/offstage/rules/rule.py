@@ -29,6 +29,17 @@ class StateKey:
         return param.numel() if self.shape is None else torch.Size(self.shape).numel()
 
 
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What Adam's coefficients are made of, for one group at one step."""
+
+    lr: float | torch.Tensor
+    beta1: float
+    beta2: float
+    weight_decay: float
+    step: int
+
+
 @dataclass(eq=False)
 class ParamState:
     """What a rule needs to know of a parameter besides its state tensors; the optimizer keeps one per parameter."""

@@ -100,7 +100,7 @@ class TorchRule(Rule):
 
     def update(self, shares: Sequence[Share]) -> None:
         groups: dict[int, Group] = {}
-        inner_state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        inner_state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
         targets = [self._prepare(share, inner_state) for share in shares]
         for share, target in zip(shares, targets, strict=True):
             number = share.turn.group_number
@@ -182,4 +182,3 @@ def _shaped(share: Share, flat: torch.Tensor, key: StateKey | None = None) -> to
     if share.first and share.last:
         return as_param(flat, param)
     return flat.view(-1)
-
