@@ -11,7 +11,7 @@ STAMP = $(VENV)/.installed
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools wheel
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
 	touch $@
 

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings for every test."""
+
+import torch
+
+# Some virtual machines report AMX and do not allow it: oneDNN's bf16 matrix products then die of an illegal
+# instruction. The tests need no fast matrix products.
+torch.backends.mkldnn.enabled = False
+torch.set_num_threads(1)
