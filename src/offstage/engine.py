@@ -148,7 +148,7 @@ class Engine:
         for trip, trip_turns in self._trips({_held(turn): turn for turn in turns}):
             pipeline.fetch(trip)
             shares = [
-                Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece))
+                Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece), gentle=True)
                 for piece, turn in zip(trip.pieces, trip_turns, strict=True)
             ]
             pipeline.update(

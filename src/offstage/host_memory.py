@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import resource
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +27,7 @@ from offstage.errors import HostMemoryError
 logger = logging.getLogger("offstage")
 
 _HUGE_PAGE = 2 * 1024 * 1024
-_TOUCH_BYTES = 256 * 1024 * 1024  # one thread's share of first touch at a time
+_TOUCH_BYTES = 64 * 1024 * 1024  # one thread's share of first touch at a time
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
 _CUDA_ALREADY_REGISTERED = 712
 _PAGE = mmap.PAGESIZE
@@ -119,11 +120,12 @@ def _first_touch(mapping: mmap.mmap, address: int, nbytes: int) -> None:
             view[start : start + length : _PAGE] = bytes(-(-length // _PAGE))  # older kernels
 
     starts = range(0, nbytes, _TOUCH_BYTES)
-    if len(starts) == 1:
-        touch(0)
-    else:
-        with ThreadPoolExecutor(min(len(starts), len(os.sched_getaffinity(0)))) as pool:
-            list(pool.map(touch, starts))
+    threads = min(len(starts), len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads) as pool:
+        # All threads exist before the first touch: starting one needs the lock that populating pages holds.
+        everyone = threading.Barrier(threads)
+        list(pool.map(lambda _: everyone.wait(), range(threads)))
+        list(pool.map(touch, starts))
     view.release()
 
 

@@ -99,6 +99,10 @@ class Trip:
     host: HostState
     chunk: Chunk
     pieces: Sequence[Piece]
+    staged: dict[str, torch.Tensor] = field(default_factory=dict)
+    """From FETCHING on: each key's part of the slot."""
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """From FETCHING on: (arena, slot) slices to copy between, one per key and run."""
     fetched: Mark = None
     updated: Mark = None
 
@@ -147,9 +151,8 @@ class Pipeline:
 
     def state_of(self, trip: Trip, piece: Piece) -> dict[str, torch.Tensor]:
         """The piece's state in the slot that holds its chunk."""
-        views = self._views(trip)
         state = {}
-        for key, view in views.items():
+        for key, view in trip.staged.items():
             start, stop = trip.host.layout.range_of(piece, key)
             base = trip.chunk.ranges[key][0]
             state[key] = view[start - base : stop - base]
@@ -159,10 +162,11 @@ class Pipeline:
         """ASIDE → STAGED."""
         self.ring.advance(trip.key, ChunkState.FETCHING)
         slot = self._slots[self.ring.slot_of[trip.key]]
-        pairs = self._pairs(trip)
+        trip.staged = _staged(trip, slot.buffer)
+        trip.copies = _copies(trip)
 
         def copy_in() -> None:
-            for host, device in pairs:
+            for host, device in trip.copies:
                 device.copy_(host, non_blocking=True)
 
         trip.fetched = self.lanes.submit(
@@ -172,10 +176,10 @@ class Pipeline:
                 "fetch: the slot is free": slot.free,
                 "fetch: the chunk's last store is done": trip.host.stored.get(trip.chunk.number),
             },
-            reads=[host for host, _ in pairs],
-            writes=[device for _, device in pairs],
+            reads=[host for host, _ in trip.copies],
+            writes=[device for _, device in trip.copies],
         )
-        self.bytes_fetched += sum(host.nbytes for host, _ in pairs)
+        self.bytes_fetched += sum(host.nbytes for host, _ in trip.copies)
         self.ring.advance(trip.key, ChunkState.STAGED)
 
     def update(
@@ -188,34 +192,32 @@ class Pipeline:
     ) -> None:
         """STAGED → UPDATING: `work` updates the staged state and `weights`, and reads `grads`."""
         self.ring.advance(trip.key, ChunkState.UPDATING)
-        staged = [device for _, device in self._pairs(trip)] if self.lanes.checks else []
         trip.updated = self.lanes.submit(
             Lane.UPDATE,
             work,
             after={"update: the state is fetched": trip.fetched},
             reads=grads,
-            writes=[*staged, *weights],
+            writes=[*(device for _, device in trip.copies), *weights],
         )
 
     def store(self, trip: Trip) -> None:
         """UPDATING → ASIDE; the slot is free again behind the store."""
         self.ring.advance(trip.key, ChunkState.STORING)
         slot = self._slots[self.ring.slot_of[trip.key]]
-        pairs = self._pairs(trip)
 
         def copy_out() -> None:
-            for host, device in pairs:
+            for host, device in trip.copies:
                 host.copy_(device, non_blocking=True)
 
         stored = self.lanes.submit(
             Lane.STORE,
             copy_out,
             after={"store: the state is updated": trip.updated},
-            reads=[device for _, device in pairs],
-            writes=[host for host, _ in pairs],
+            reads=[device for _, device in trip.copies],
+            writes=[host for host, _ in trip.copies],
         )
         slot.free = trip.host.stored[trip.chunk.number] = stored
-        self.bytes_stored += sum(host.nbytes for host, _ in pairs)
+        self.bytes_stored += sum(host.nbytes for host, _ in trip.copies)
         self.ring.advance(trip.key, ChunkState.ASIDE)
 
     def discard(self, trip: Trip) -> None:
@@ -234,20 +236,20 @@ class Pipeline:
             self.lanes.release(slot.buffer, slot.free, "close: the slot's last store is done")
         self._slots.clear()
 
-    def _views(self, trip: Trip) -> dict[str, torch.Tensor]:
-        """Each key's part of the slot: the keys lie one behind the other, aligned as in the arenas."""
-        buffer = self._slots[self.ring.slot_of[trip.key]].buffer
-        views, offset = {}, 0
-        for key, (start, stop) in trip.chunk.ranges.items():
-            dtype = trip.host.arenas[key].dtype
-            views[key] = buffer[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
-            offset += trip.host.layout.padded(stop - start) * dtype.itemsize
-        return views
 
-    def _pairs(self, trip: Trip) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(arena, slot) slices to copy between, one per key and run."""
-        pairs = []
-        for key, view in self._views(trip).items():
-            flat, base = trip.host.arenas[key].flat, trip.chunk.ranges[key][0]
-            pairs += [(flat[a:b], view[a - base : b - base]) for a, b in trip.runs(key)]
-        return pairs
+def _staged(trip: Trip, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Each key's part of a slot: the keys lie one behind the other, aligned as in the arenas."""
+    views, offset = {}, 0
+    for key, (start, stop) in trip.chunk.ranges.items():
+        dtype = trip.host.arenas[key].dtype
+        views[key] = buffer[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
+        offset += trip.host.layout.padded(stop - start) * dtype.itemsize
+    return views
+
+
+def _copies(trip: Trip) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = []
+    for key, view in trip.staged.items():
+        flat, base = trip.host.arenas[key].flat, trip.chunk.ranges[key][0]
+        pairs += [(flat[a:b], view[a - base : b - base]) for a, b in trip.runs(key)]
+    return pairs

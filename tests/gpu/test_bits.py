@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bits of `torch.optim.AdamW(fused=True)` on CUDA, whatever the plan, with delays in each lane."""
+
+import itertools
+
+import pytest
+import torch
+
+from benchmarks.bits import CASES, Case, DelayedLanes, mismatches
+from offstage.lanes import Lane, use_lanes
+from offstage.rules.rule import Hyperparameters
+
+STEPS = 30
+DELAYED = ("fp32", "bf16, fp32 masters", "bf16, split masters")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_fused_adamw(case: Case) -> None:
+    assert set(mismatches(case, STEPS).values()) == {0}
+
+
+@pytest.mark.parametrize("lane", [Lane.FETCH, Lane.UPDATE, Lane.STORE], ids=lambda lane: lane.value)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in DELAYED], ids=lambda case: case.name)
+def test_delays_change_nothing(case: Case, lane: Lane) -> None:
+    with use_lanes(lambda device: DelayedLanes(device, lane)):
+        assert set(mismatches(case, 10).values()) == {0}
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.95), (0.8, 0.99), (0.0, 0.5)])
+def test_coefficients_are_the_fused_kernels(betas: tuple[float, float]) -> None:
+    """The fused kernel takes fp32 powers of a device step tensor; so do our coefficients, for every step."""
+    from offstage.rules import adamw_triton
+
+    steps = range(1, 2000)
+    rows = [Hyperparameters(1e-3, *betas, weight_decay=0.1, step=step) for step in steps]
+    inputs, out = torch.empty(5, len(rows), device="cuda"), torch.empty(len(rows), 3, device="cuda")
+    adamw_triton.coefficients(inputs, out, rows)
+    step = torch.arange(1, 2000, device="cuda", dtype=torch.float32)
+    lr, decay = (torch.tensor(x, device="cuda", dtype=torch.float32) for x in (1e-3, 0.1))
+    assert torch.equal(out[:, 0], (lr * decay).expand(len(rows)))
+    assert torch.equal(out[:, 1], lr / (1 - torch.pow(torch.tensor(betas[0], device="cuda"), step)))
+    assert torch.equal(out[:, 2], torch.sqrt(1 - torch.pow(torch.tensor(betas[1], device="cuda"), step)))
+
+
+def test_triton_and_numba_agree() -> None:
+    """One formula on both sides of the link: given the same coefficients, the same bits."""
+    from offstage.rules import adamw_host, adamw_triton
+
+    torch.manual_seed(0)
+    n = 100_003
+    cases = ((torch.float32, None), (torch.bfloat16, "fp32"), (torch.float16, "fp32"), (torch.bfloat16, "split"))
+    for (dtype, kind), decoupled in itertools.product(cases, (True, False)):
+        weight = torch.randn(n).to(dtype)
+        master = {None: None, "fp32": weight.float(), "split": torch.zeros(n, dtype=torch.int16)}[kind]
+        host = [weight, torch.randn(n).to(dtype), torch.randn(n) * 1e-3, torch.rand(n) * 1e-6, None, master]
+        device = [None if t is None else t.cuda() for t in host]
+        for step in range(1, 6):
+            coefficients = torch.tensor([3e-4, 1e-3 / step, 0.3 * step])
+            for kernels, tensors in ((adamw_host, host), (adamw_triton, device)):
+                where = tensors[0].device
+                prints = tuple(torch.zeros(1, dtype=torch.int64, device=where) for _ in range(2))
+                kernels.update(
+                    *tensors,
+                    master_kind=kind,
+                    coefficients=coefficients.to(where),
+                    prints=prints if kind == "split" else None,
+                    foreign=torch.zeros(1, dtype=torch.int64, device=where),
+                    beta1=0.9,
+                    beta2=0.95,
+                    weight_decay=0.1,
+                    eps=1e-8,
+                    maximize=False,
+                    decoupled=decoupled,
+                    fresh=False,
+                    gentle=False,
+                )
+            for ours, theirs in zip(host, device, strict=True):
+                if ours is not None:
+                    assert torch.equal(ours, theirs.cpu())
+
+
+def test_fingerprints_agree() -> None:
+    from offstage.rules import adamw_host, adamw_triton
+
+    weight = torch.randn(123_457).bfloat16()
+    host, device = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64, device="cuda")
+    adamw_host.fingerprint(weight, host)
+    adamw_triton.fingerprint(weight.cuda(), device)
+    assert int(host) == int(device)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No synchronisation and no allocation in a steady-state step; slots bound the device memory of state."""
+
+import pytest
+import torch
+
+import offstage
+from benchmarks.steady_state import CASES, steady_state
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_synchronisation_and_no_allocation(name: str) -> None:
+    result = steady_state(*CASES[name], steps=5)
+    assert result["allocations"] == 0
+    assert result["forbidden_calls"] == {}
+
+
+def test_slots_bound_device_memory() -> None:
+    params = [torch.nn.Parameter(torch.randn(4096, 4096, device="cuda")) for _ in range(4)]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="8MiB", slots=3)
+    for _ in range(2):
+        optimizer.step()
+    torch.cuda.synchronize()
+    growth = torch.cuda.max_memory_allocated() - before
+    assert growth <= 3 * 8 * 2**20 + 64 * 1024
+    optimizer.close()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before <= 64 * 1024
+
+
+def test_loading_causes_no_device_spike() -> None:
+    def build() -> tuple[list[torch.nn.Parameter], offstage.OffloadedOptimizer]:
+        params = [torch.nn.Parameter(torch.randn(2048, 2048, device="cuda").bfloat16()) for _ in range(8)]
+        optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="4MiB", master_weights="split")
+        for param in params:
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        return params, optimizer
+
+    _, optimizer = build()
+    saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state_dict()["state"][0].items()}
+    state_dict = optimizer.state_dict()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.load_state_dict(state_dict)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
+    for name, value in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(value, saved[name])
