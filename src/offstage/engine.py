@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from offstage.config import OffloadConfig, format_size
+from offstage.errors import OffstageError
 from offstage.held_state import HeldState
 from offstage.host_memory import Arena
 from offstage.lanes import Lane, Lanes, Mark, lanes_for
@@ -41,6 +42,8 @@ class Engine:
         self._lanes: Lanes | None = None
         self._pipeline: Pipeline | None = None
         self._hosts: list[tuple[HostState, list[HeldState]]] = []
+        self._moved_before = (0, 0)
+        self._closed = False
         self._foreign = _ForeignWatch(rule, device)
 
     def add(self, states: Sequence[HeldState]) -> None:
@@ -57,8 +60,12 @@ class Engine:
                 self._lanes = lanes_for(self.device)
                 self.timer = StepTimer(self._lanes)
             if self._pipeline is not None:
-                self._pipeline.close()
+                self._retire(self._pipeline)
             self._pipeline = Pipeline(self._lanes, num_slots=self._config.slots, slot_bytes=slot_bytes)
+
+    def _retire(self, pipeline: Pipeline) -> None:
+        self._moved_before = self.moved_bytes
+        pipeline.close()
 
     def drop_unused(self, live: Iterable[HeldState]) -> None:
         """Close arenas none of whose parameters are kept there any more. The lanes have been drained."""
@@ -91,6 +98,8 @@ class Engine:
 
     def prepare(self) -> None:
         """Allocate what the step needs on the device, before anything moves."""
+        if self._closed:
+            raise OffstageError("This optimizer was closed; its state is gone. Build a new one to go on training.")
         self._foreign.report()
         if self._pipeline is None:
             return
@@ -110,6 +119,7 @@ class Engine:
             self.updating = True
             self._rule.update([_whole_share(turn) for turn in turns])
             self.updating = False
+            self._foreign.look(None)
             return
         lanes = self._lanes
         self.timer.start()
@@ -189,15 +199,18 @@ class Engine:
     def close(self) -> None:
         """Give everything back: slots behind their last store, then the arenas."""
         if self._pipeline is not None:
-            self._pipeline.close()
+            self._retire(self._pipeline)
+        self._pipeline, self._closed = None, True
         self.synchronize("close: the last copies are done")
         self.drop_unused(())
-        self._pipeline = None
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
         """(fetched, stored) since the beginning."""
-        return (self._pipeline.bytes_fetched, self._pipeline.bytes_stored) if self._pipeline else (0, 0)
+        fetched, stored = self._moved_before
+        if self._pipeline is None:
+            return fetched, stored
+        return fetched + self._pipeline.bytes_fetched, stored + self._pipeline.bytes_stored
 
     @property
     def planned_slot_bytes(self) -> int:
@@ -221,11 +234,16 @@ class _ForeignWatch:
         self._rule, self._device = rule, device
         self._seen: torch.Tensor | None = None
         self._arrived: Mark = None
+        self._lanes: Lanes | None = None
         self._logged = False
 
-    def look(self, lanes: Lanes) -> None:
+    def look(self, lanes: Lanes | None) -> None:
         counter = self._rule.foreign_weights(self._device)
         if counter is None or self._logged:
+            return
+        if lanes is None:
+            # Without lanes nothing is offloaded; on a device the receipt still tells.
+            self._seen = counter if self._device.type == "cpu" else None
             return
         if self._seen is None:
             self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type != "cpu")
@@ -236,9 +254,12 @@ class _ForeignWatch:
         self._lanes = lanes
 
     def report(self) -> None:
-        if self._seen is None or self._logged or not self._lanes.passed(self._arrived):
+        if self._seen is None or self._logged:
             return
-        self._lanes.touch_on_host(reads=[self._seen])
+        if self._lanes is not None:
+            if not self._lanes.passed(self._arrived):
+                return
+            self._lanes.touch_on_host(reads=[self._seen])
         if int(self._seen):
             self._logged = True
             logger.warning(

@@ -25,6 +25,7 @@ from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, St
 class HeldState(ParamState):
     """A parameter's state and its place."""
 
+    rule: Rule = field(kw_only=True)
     placement: Placement = Placement.RESIDENT
     resident: dict[str, torch.Tensor] = field(default_factory=dict)
     """RESIDENT: one flat device tensor per key."""
@@ -62,13 +63,7 @@ class HeldState(ParamState):
 
     def export(self) -> dict[str, Any]:
         """The state under its public names: live where possible, joined and new where masters are split."""
-        if MASTER_LOW_KEY in self.present:
-            weight = flat_like(self.param, self.param)
-            low, squares = self.raw(MASTER_LOW_KEY), self.raw("exp_avg_sq")
-            master, squares = master_weights.join(weight.to(low.device), low, squares)
-            special = {MASTER_KEY: master, "exp_avg_sq": squares}
-        else:
-            special = {}
+        special = self._joined() if MASTER_LOW_KEY in self.present else {}
         result: dict[str, Any] = dict(self.scalars)
         for key in self.keys:
             if key.name in self.present:
@@ -76,7 +71,15 @@ class HeldState(ParamState):
                 result[name] = self._shaped(special.get(name), key)
         return result
 
-    def check(self, values: Mapping[str, Any], *, complete: bool) -> None:
+    def _joined(self) -> dict[str, torch.Tensor]:
+        """Split masters as fp32, and `exp_avg_sq` without the bit it carries for them."""
+        weight = flat_like(self.param, self.param)
+        low, squares = self.raw(MASTER_LOW_KEY), self.raw("exp_avg_sq")
+        ours = self.rule.wrote(self, weight)
+        master, squares = master_weights.join(weight.to(low.device), low, squares)
+        return {MASTER_KEY: master if ours else weight.to(low.device, torch.float32), "exp_avg_sq": squares}
+
+    def check(self, values: Mapping[str, Any]) -> None:
         """Raise if `values` cannot be this parameter's state. Changes nothing."""
         known = {key.name: key for key in self.keys}
         if MASTER_LOW_KEY in known:
@@ -97,17 +100,17 @@ class HeldState(ParamState):
                     f"{tuple(value.shape)}. Load a checkpoint of the same optimizer class and options."
                 )
         missing = {name for name in known if name not in (MASTER_KEY, MASTER_LOW_KEY)} - values.keys()
-        if complete and values and missing:
+        if self.rule.needs_all_keys and values and missing:
             raise ConfigError(
                 f"Parameter {self.name!r}: the state to load lacks {sorted(missing)}; found {sorted(values)}. "
                 "Load a checkpoint of the same optimizer class and options."
             )
 
-    def load(self, values: Mapping[str, Any], rule: Rule, group: dict[str, Any]) -> None:
+    def load(self, values: Mapping[str, Any], group: dict[str, Any]) -> None:
         """Replace the state by `values`, already checked. An empty mapping means: as before the first step."""
         names = {key.name for key in self.keys}
         self.scalars = {
-            name: _scalar(name, value, rule.scalar_device(name, self.param, group))
+            name: _scalar(name, value, self.rule.scalar_device(name, self.param, group))
             for name, value in values.items()
             if name not in names | {MASTER_KEY}
         }
@@ -118,9 +121,9 @@ class HeldState(ParamState):
                 self.raw(key.name).zero_()
         self.present = frozenset(names & values.keys())
         if values and {MASTER_KEY, MASTER_LOW_KEY} & names:
-            self._load_master(values.get(MASTER_KEY), rule)
+            self._load_master(values.get(MASTER_KEY))
 
-    def _load_master(self, master: torch.Tensor | None, rule: Rule) -> None:
+    def _load_master(self, master: torch.Tensor | None) -> None:
         # Without a master in the checkpoint the weight as it is now is the best there is.
         source = self.param if master is None else master
         flat = flat_like(source, self.param).to("cpu").to(torch.float32)
@@ -134,7 +137,7 @@ class HeldState(ParamState):
         _copy_into(squares, signed)
         self.present |= {MASTER_LOW_KEY}
         # These low halves belong to the weights they were split from, which the model may load later.
-        rule.expect_weight(self, weight)
+        self.rule.expect_weight(self, weight)
 
     def _shaped(self, replacement: torch.Tensor | None, key: StateKey) -> torch.Tensor:
         flat = self.raw(key.name) if replacement is None else replacement

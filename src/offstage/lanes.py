@@ -65,6 +65,10 @@ class Lanes(ABC):
         """Make the caller's stream wait for `mark`."""
 
     @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory, allocated in the order of the caller's stream; given back through `release`."""
+
+    @abstractmethod
     def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
         """Give `tensor`'s memory back behind `after`. The caller drops its own reference."""
 
@@ -97,6 +101,7 @@ class AcceleratorLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = {lane: torch.Stream(device) for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE)}
+        self._allocated_on: dict[int, torch.Stream] = {}
 
     def submit(
         self,
@@ -121,9 +126,14 @@ class AcceleratorLanes(Lanes):
     def wait(self, mark: Mark, reason: str) -> None:
         self._caller().wait_event(mark)
 
+    def empty(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._allocated_on[tensor.data_ptr()] = self._caller()
+        return tensor
+
     def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
-        # The allocator hands memory on in the order of the stream that allocated it, which is the caller's.
-        self._caller().wait_event(after)
+        # The allocator hands memory on in the order of the stream that allocated it: that one must wait.
+        self._allocated_on.pop(tensor.data_ptr()).wait_event(after)
 
     def synchronize(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -167,6 +177,9 @@ class ImmediateLanes(Lanes):
 
     def wait(self, mark: Mark, reason: str) -> None:
         pass
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
         pass

@@ -97,6 +97,11 @@ class LazyLanes(Lanes):
             self._force([mark])
             join(self._clocks["caller"], mark.clock)
 
+    def empty(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8, device=self.device)
+        self.touch(writes=[tensor])
+        return tensor
+
     def release(self, tensor: torch.Tensor, after: _Work, reason: str) -> None:
         self.wait(after, reason)
         self.touch(writes=[tensor])

@@ -24,10 +24,10 @@ from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.interrupts import deferred_interrupts
 from offstage.layout import padded_bytes
-from offstage.plan import ParamSize, Placement, Plan, plan_placements
+from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
 from offstage.receipt import Receipt
 from offstage.rules import choose_rule, shell_of
-from offstage.rules.rule import Turn
+from offstage.rules.rule import MASTER_KEY, Turn
 
 logger = logging.getLogger("offstage")
 
@@ -81,7 +81,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for held in self.all_held():
             existing = optimizer.state.pop(held.param, {})
             if existing:
-                held.load(existing, self.rule, self.group_of(held.param))
+                held.load(existing, self.group_of(held.param))
         for name, hooks in vars(optimizer).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(self, name, hooks)
@@ -91,26 +91,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _place_new(self) -> None:
         """Place parameters that are new or whose kept keys have changed; the others stay where they are."""
-        new: dict[torch.device, list[HeldState]] = {}
-        for number, group in enumerate(self.param_groups):
-            for position, param in enumerate(group["params"]):
-                name = self._names.setdefault(param, f"group {number}, parameter {position}")
-                check_param(param, name)
-                keys = self.rule.keys(param, group)
-                if param not in self._held or self._held[param].keys != keys:
-                    new.setdefault(param.device, []).append(HeldState(param, name, keys))
-        plans = {
-            device: plan_placements([self._size_of(held) for held in states], self.config)
-            for device, states in new.items()
-        }
+        wanted = [self._wanted(param, group) for group in self.param_groups for param in group["params"]]
+        by_device: dict[torch.device, list[HeldState]] = {}
+        for held in wanted:
+            by_device.setdefault(held.param.device, []).append(held)
+        plans = {}
+        for device, states in by_device.items():
+            placed = {i: held.placement for i, held in enumerate(states) if held is self._held.get(held.param)}
+            plans[device] = plan_placements([self._size_of(held) for held in states], self.config, placed)
+        refuse_idle(list(plans.values()), self.config)
+        there = sum(self._size_of(held).padded_bytes for held in wanted if held.host is not None)
         check_host_memory(
-            sum(plan.host_bytes for plan in plans.values()),
+            sum(plan.host_bytes for plan in plans.values()) - there,
             None if self.config.host_budget is None else int(self.config.host_budget),
             already_bytes=sum(engine.host_bytes for engine in self._engines.values()),
         )
         self._signatures = [self.rule.signature(group) for group in self.param_groups]
-        for device, states in new.items():
-            self._build(device, states, plans[device])
+        for device, states in by_device.items():
+            for held, placement in zip(states, plans[device].placements, strict=True):
+                held.placement = placement
+            self._build(device, [held for held in states if held is not self._held.get(held.param)])
+
+    def _wanted(self, param: torch.Tensor, group: dict[str, Any]) -> HeldState:
+        """The state `param` has, or the one it should get."""
+        name = self._names.setdefault(param, f"parameter {len(self._names)}")
+        check_param(param, name)
+        keys = self.rule.keys(param, group)
+        held = self._held.get(param)
+        return held if held is not None and held.keys == keys else HeldState(param, name, keys, rule=self.rule)
 
     def _size_of(self, held: HeldState) -> ParamSize:
         extent = {key.name: key.numel(held.param) for key in held.keys}
@@ -119,21 +127,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         device = held.param.device
         return ParamSize(held.name, str(device), held.nbytes, padded, self.rule.splits(device))
 
-    def _build(self, device: torch.device, states: list[HeldState], plan: Plan) -> None:
+    def _build(self, device: torch.device, states: list[HeldState]) -> None:
         engine = self._engines.setdefault(device, Engine(device, self.rule, self.config))
         engine.synchronize("place: the lanes are drained")
-        for held, placement in zip(states, plan.placements, strict=True):
-            held.placement = placement
-            if placement is Placement.RESIDENT:
+        for held in states:
+            if held.placement is Placement.RESIDENT:
                 held.allocate_resident()
         engine.add(states)
         for held in states:
             before = self._held.get(held.param)
             self._held[held.param] = held
             if before is not None:  # other keys than before: carry over those that remain
-                remaining = {key.name for key in held.keys} | before.scalars.keys()
+                remaining = {key.name for key in held.keys} | before.scalars.keys() | {MASTER_KEY}
                 values = {name: value for name, value in before.export().items() if name in remaining}
-                held.load(values, self.rule, self.group_of(held.param))
+                held.load(values, self.group_of(held.param))
         engine.drop_unused(self._held.values())
 
     # Runtime
@@ -144,12 +151,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         When it returns, whatever the caller's stream is given next sees the new weights. The host does not wait.
         """
+        if self._lost is not None:
+            raise StepLostError(self._lost)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._lost is not None:
-            raise StepLostError(self._lost)
         self.follow_groups()
         turns = self._take_turns()
         if turns:
@@ -289,9 +296,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.synchronize()
         lane_ms: dict[str, float] = {}
         exposed: float | None = None
-        for device, engine in self._engines.items():
+        for engine in self._engines.values():
             if engine.timer is not None:
-                torch.accelerator.synchronize(device) if device.type != "cpu" else None
                 engine.timer.read()
                 for lane, milliseconds in engine.timer.lane_ms.items():
                     lane_ms[lane] = max(lane_ms.get(lane, 0.0), milliseconds)
@@ -341,8 +347,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             options = group if groups is None else groups[number]
             for param in group["params"]:
-                state = HeldState(param, self._names[param], self.rule.keys(param, options))
-                state.check(values.get(param, {}), complete=self.rule.needs_all_keys)
+                state = HeldState(param, self._names[param], self.rule.keys(param, options), rule=self.rule)
+                state.check(values.get(param, {}))
 
     def with_class_defaults(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """`groups` of a checkpoint, completed as the optimizer's class completes those of older versions."""

@@ -144,8 +144,7 @@ class Pipeline:
     def prepare(self) -> None:
         """Allocate the slots, once. Before anything moves, so that running out of memory loses nothing."""
         while len(self._slots) < self.num_slots:
-            buffer = torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.lanes.device)
-            self.lanes.touch(writes=[buffer])
+            buffer = self.lanes.empty(self.slot_bytes)
             # The memory may have just been freed by work still queued on the caller's stream.
             self._slots.append(Slot(buffer, free=self.lanes.mark()))
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from offstage.config import OffloadConfig, format_size
@@ -71,31 +71,32 @@ class Plan:
         return "\n".join([*rows, self.summary()])
 
 
-def plan_placements(sizes: Sequence[ParamSize], config: OffloadConfig) -> Plan:
+def plan_placements(
+    sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement] | None = None
+) -> Plan:
     """Decide, for one device, which parameters stay: the small ones, then the first ones as far as they may.
 
     The first layers' state is the best to keep: their gradients come last in backward and their weights are needed
-    first in the next forward.
+    first in the next forward. `placed` are parameters, by position, that have their place already.
     """
+    placed = placed or {}
     chunk_bytes = int(config.chunk_bytes)
     everything = sum(size.state_bytes for size in sizes)
-    off = config.fraction == 0.0 or everything == 0
     small = {i for i, size in enumerate(sizes) if size.state_bytes < max(1, int(config.min_bytes))}
-    candidates = [] if off else [i for i in range(len(sizes)) if i not in small]
+    resident = {i for i, placement in placed.items() if placement is Placement.RESIDENT}
+    resident |= small - placed.keys() if config.fraction != 0.0 else set(range(len(sizes))) - placed.keys()
+    candidates = [i for i in range(len(sizes)) if i not in resident]
     slot_bytes = _slot_bytes([sizes[i] for i in candidates], chunk_bytes)
-    room = _room_for_resident(sizes, small, slot_bytes, everything, config)
-    resident = set(range(len(sizes))) - set(candidates)
     used = sum(sizes[i].state_bytes for i in resident)
+    room = _room_for_resident(used, slot_bytes, everything, config)
     for i in candidates:
-        if used + sizes[i].state_bytes <= room:
+        if i not in placed and used + sizes[i].state_bytes <= room:
             resident.add(i)
             used += sizes[i].state_bytes
     streamed = [size for i, size in enumerate(sizes) if i not in resident]
     placements = tuple(Placement.RESIDENT if i in resident else Placement.STREAMED for i in range(len(sizes)))
     slots = config.slots if streamed else 0
-    plan = Plan(tuple(sizes), placements, slots, chunk_bytes, _slot_bytes(streamed, chunk_bytes))
-    _refuse_idle(plan, config, off=config.fraction == 0.0, everything=everything)
-    return plan
+    return Plan(tuple(sizes), placements, slots, chunk_bytes, _slot_bytes(streamed, chunk_bytes))
 
 
 def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
@@ -103,10 +104,8 @@ def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
     return max(largest_whole, min(chunk_bytes, sum(size.padded_bytes for size in streamed)))
 
 
-def _room_for_resident(
-    sizes: Sequence[ParamSize], small: set[int], slot_bytes: int, everything: int, config: OffloadConfig
-) -> float:
-    """How many bytes of state may stay resident, small parameters included."""
+def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: OffloadConfig) -> float:
+    """How many bytes of state may stay resident, of which `kept` must."""
     wanted = (1.0 - config.fraction) * everything if config.fraction is not None else 0.0
     if config.device_budget is None:
         return wanted
@@ -114,13 +113,12 @@ def _room_for_resident(
     if everything <= budget and config.fraction is None:
         return everything
     staging = config.slots * slot_bytes
-    kept = sum(sizes[i].state_bytes for i in small)
     need = staging + kept
     if need > budget:
         raise ConfigError(
             f"device_budget of {format_size(budget)} cannot hold {config.slots} slots of {format_size(slot_bytes)} "
-            f"and {format_size(kept)} of small parameters' state. Raise it to {format_size(need)}, or lower "
-            "chunk_bytes or slots."
+            f"and {format_size(kept)} of state that stays resident (parameters under min_bytes, or placed before). "
+            f"Raise it to {format_size(need)}, or lower chunk_bytes or slots."
         )
     if config.fraction is None:
         return budget - staging
@@ -133,18 +131,21 @@ def _room_for_resident(
     return wanted
 
 
-def _refuse_idle(plan: Plan, config: OffloadConfig, *, off: bool, everything: int) -> None:
-    """Asked to offload, nothing to offload: say so now rather than after a week."""
-    if off or Placement.STREAMED in plan.placements:
+def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
+    """Asked to offload, nothing to offload on any device: say so now rather than after a week."""
+    if config.fraction == 0.0 or any(Placement.STREAMED in plan.placements for plan in plans):
         return
-    if config.fraction is None and config.device_budget is not None and 0 < everything <= int(config.device_budget):
+    sizes = [size for plan in plans for size in plan.sizes]
+    everything = sum(size.state_bytes for size in sizes)
+    budget = config.device_budget
+    if config.fraction is None and budget is not None and 0 < everything <= int(budget) * len(plans):
         return  # the budget is met by keeping everything
     if everything == 0:
         reason = "this optimizer keeps no state (SGD without momentum?). Use it without offstage, or with momentum."
     else:
-        largest = max(size.state_bytes for size in plan.sizes)
         reason = (
-            f"the largest parameter has {format_size(largest)} of state, less than min_bytes="
-            f"{format_size(int(config.min_bytes))}. Lower min_bytes (0 offloads everything), or use fraction=0.0."
+            f"the largest parameter has {format_size(max(size.state_bytes for size in sizes))} of state, less than "
+            f"min_bytes={format_size(int(config.min_bytes))}. Lower min_bytes (0 offloads everything), or use "
+            "fraction=0.0 to keep everything resident on purpose."
         )
     raise OffloadIneffectiveError(f"Nothing would be offloaded: {reason}")

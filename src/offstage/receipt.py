@@ -30,7 +30,7 @@ class Receipt:
     host_state_bytes: int
     """Arenas, alignment included."""
     lane_ms: dict[str, float] = field(default_factory=dict)
-    """From the first to the last work of each lane, in the last step that has been timed."""
+    """From the moment the gradients were ready to the end of each lane's work, in the last step that was timed."""
     exposed_ms: float | None = None
     """How long that step held up the caller's stream."""
     weights_written_by_others: int = 0
@@ -66,15 +66,17 @@ class StepTimer:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._open: deque[dict[str, tuple[Any, Any]]] = deque(maxlen=8)
-        self._starts: dict[Lane, Any] = {}
+        self._start: Any = None
         self.lane_ms: dict[str, float] = {}
         self.exposed_ms: float | None = None
 
     def start(self) -> None:
-        self._starts = {lane: self._lanes.stamp(lane) for lane in (*_WORKING_LANES, Lane.CALLER)}
+        """The caller's stream reaches the step: the gradients are ready."""
+        self._start = self._lanes.stamp(Lane.CALLER)
 
     def stop(self) -> None:
-        self._open.append({lane.value: (start, self._lanes.stamp(lane)) for lane, start in self._starts.items()})
+        stops = {lane.value: self._lanes.stamp(lane) for lane in (*_WORKING_LANES, Lane.CALLER)}
+        self._open.append({lane: (self._start, stop) for lane, stop in stops.items()})
 
     def read(self) -> None:
         """Take over the newest step whose stamps have all passed."""
@@ -84,4 +86,4 @@ class StepTimer:
                 return
             self._open.popleft()
             self.exposed_ms = times.pop(Lane.CALLER.value)
-            self.lane_ms = {lane: time for lane, time in times.items() if time is not None}
+            self.lane_ms = {lane: max(0.0, time) for lane, time in times.items() if time is not None}

@@ -36,10 +36,10 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         optimizer = self._optimizer
         held, group = optimizer.held(param), optimizer.group_of(param)
-        held.check(values, complete=optimizer.rule.needs_all_keys)
+        held.check(values)
         optimizer.synchronize()
         with deferred_interrupts():
-            held.load(values, optimizer.rule, group)
+            held.load(values, group)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         self[param] = {}
@@ -116,7 +116,7 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
                 group["param_names"] = names
         optimizer.follow_groups()
         for param, value in values.items():
-            optimizer.held(param).load(value, optimizer.rule, optimizer.group_of(param))
+            optimizer.held(param).load(value, optimizer.group_of(param))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 

@@ -133,6 +133,12 @@ class AdamRule(Rule):
         adamw_host.fingerprint(weight.reshape(-1), value)
         self._scratch_of(device).prints(state)[0].copy_(value)
 
+    def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
+        scratch = self._scratch_of(weight.device)
+        expected, observed = scratch.prints(state)
+        scratch.kernels.fingerprint(weight, observed)
+        return bool(expected == observed)
+
     def _scratch_of(self, device: torch.device) -> _Scratch:
         if device not in self._scratch:
             self._scratch[device] = _Scratch(device)

@@ -66,7 +66,7 @@ def _float_to_half(typingctx: Any, x: Any) -> Any:
     return types.int16(types.float32), codegen
 
 
-@numba.njit(inline="always")
+@numba.njit
 def _to_bf16(x):
     """Round to nearest even; any NaN becomes 0x7FC0 (see [Note: bits of a bf16])."""
     bits = _bits(x)
@@ -78,7 +78,7 @@ def _load(array, i):
     """Element `i` as fp32."""
 
 
-@overload(_load, inline="always")
+@overload(_load)
 def _load_of_dtype(array, i):
     if array.dtype == types.uint16:
         return lambda array, i: _from_bits(np.uint32(array[i]) << np.uint32(16))
@@ -91,7 +91,7 @@ def _store(array, i, x):
     """Set element `i` to the fp32 `x`, rounded to the array's format."""
 
 
-@overload(_store, inline="always")
+@overload(_store)
 def _store_of_dtype(array, i, x):
     if array.dtype == types.uint16:
 
@@ -116,7 +116,7 @@ def _rounded(array, x):
     """What the fp32 `x` reads as after being stored in `array`."""
 
 
-@overload(_rounded, inline="always")
+@overload(_rounded)
 def _rounded_to_dtype(array, x):
     if array.dtype == types.uint16:
         return lambda array, x: _from_bits(np.uint32(_to_bf16(x)) << np.uint32(16))

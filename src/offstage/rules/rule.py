@@ -147,6 +147,10 @@ class Rule(ABC):
     def expect_weight(self, state: ParamState, weight: torch.Tensor) -> None:  # noqa: B027
         """Split masters were set from outside for the bf16 `weight` (a host tensor)."""
 
+    def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
+        """Whether the weight that split masters were made for is still there. Waits for the device."""
+        return True
+
     def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
         """How many weights someone else wrote between our steps ([Note: who wrote the weight]), counted on `device`."""
         return None
