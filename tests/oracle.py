@@ -62,7 +62,8 @@ def from_bf16(bits: np.ndarray) -> np.ndarray:
 
 
 def adam(
-    p, g, m, v, largest, *, lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled
+    p, g, m, v, largest, *,
+    lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
 ):  # fmt: skip
     """One step in fp32 on fp32 arrays. Returns (p, m, v, largest)."""
     beta1, beta2, weight_decay, eps = F32(beta1), F32(beta2), F32(weight_decay), F32(eps)

@@ -14,9 +14,11 @@ from tests import oracle
 
 F32 = np.float32
 ADVERSARIAL = np.array(
-    [0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 1e-30, -1e-30, 1e-20, 3e-20, 1e-10, 2.0**-24, 0.1, 1.0]
-    + [1.0 + 2.0**-23, 1.0 + 2.0**-8, 1.00390625, 1.01171875, -1.00390625, 3.0, 65504.0, 1e10, 1.8e19, 3e38, -3.4028235e38]
-    + [np.inf, -np.inf, np.nan],
+    [
+        0.0, -0.0, 1e-45, -1e-45, 1.1754942e-38, 1.1754944e-38, 1e-30, -1e-30, 1e-20, 3e-20, 1e-10, 2.0**-24, 0.1, 1.0,
+        1.0 + 2.0**-23, 1.0 + 2.0**-8, 1.00390625, 1.01171875, -1.00390625, 3.0, 65504.0, 1e10, 1.8e19, 3e38,
+        -3.4028235e38, np.inf, -np.inf, np.nan,
+    ],
     dtype=F32,
 )  # fmt: skip
 COEFFICIENTS = [
@@ -76,8 +78,9 @@ def run(weight, grad, exp_avg, exp_avg_sq, largest, master, *, kind, coefficient
 @pytest.mark.parametrize("coefficients", COEFFICIENTS, ids=["early", "lr 0", "late"])
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
 @pytest.mark.parametrize(
-    ("decoupled", "weight_decay", "maximize"), [(True, 0.1, False), (True, 0.0, True), (False, 0.1, False), (False, 0.0, False)]
-)  # fmt: skip
+    ("decoupled", "weight_decay", "maximize"),
+    [(True, 0.1, False), (True, 0.0, True), (False, 0.1, False), (False, 0.0, False)],
+)
 def test_fp32_equals_the_oracle(coefficients, amsgrad, decoupled, weight_decay, maximize):
     p, g, m, v = inputs()
     options = {"beta1": 0.9, "beta2": 0.95, "weight_decay": weight_decay, "eps": 1e-8}

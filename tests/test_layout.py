@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout: every element in exactly one chunk, aligned, within bounds, for any sizes."""
 
+import itertools
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +56,7 @@ def test_ranges_are_aligned_disjoint_and_bounded(sizes, itemsize, chunk_bytes, s
             inside = [layout.range_of(piece, key) for piece in chunk.pieces]
             assert inside[0][0] == start
             assert inside[-1][1] == stop
-            assert all(a[1] <= b[0] for a, b in zip(inside, inside[1:], strict=False))
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(inside))
             assert all(first * size % ALIGN_BYTES == 0 for first, _ in inside)
     largest = max((padded_bytes(extent, itemsize) for extent in layout.extents), default=0)
     for chunk in layout.chunks:

@@ -157,9 +157,8 @@ class LazyLanes(Lanes):
 
     def _run(self, item: _Work) -> None:
         self._pending.remove(item)
-        item.run()
-        item.done = True
-        item.before, item.run = [], _nothing  # what it kept alive may go
+        work, item.run, item.before, item.done = item.run, _nothing, [], True  # what it kept alive may go
+        work()
 
 
 def _nothing() -> None:

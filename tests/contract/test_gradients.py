@@ -251,9 +251,10 @@ def test_step_uses_gradients_in_other_formats_as_torch_does():
     assert_same(plain_model, plain, model, optimizer)
 
 
-def test_autograd_notices_that_step_wrote_the_weights():
+@pytest.mark.parametrize("config", [TORCH, SMALL, PLANS["off"]], ids=["torch rule", "own rule", "off"])
+def test_autograd_notices_that_step_wrote_the_weights(config):
     """A graph that saved the old weights is refused after step(), exactly as with plain torch."""
-    plain_model, plain, model, optimizer = twin()
+    plain_model, plain, model, optimizer = twin(**config)
     for one_model, one in ((plain_model, plain), (model, optimizer)):
         inputs, _ = batch(0)
         first, second = one_model(inputs).sum(), one_model(inputs).square().sum()
