@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the code base that a linter does not know."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+PYTHON = [*SOURCES, *sorted(p for d in ("tests", "benchmarks", "examples") for p in (ROOT / d).rglob("*.py"))]
+KNOW_CUDA = {"host_memory.py", "lanes.py", "adamw_triton.py"}
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_spdx_header(path):
+    assert path.read_text().startswith("# SPDX-License-Identifier: Apache-2.0\n")
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_only_some_modules_know_cuda(path):
+    """Other accelerators use `torch.accelerator`: `torch.cuda` stays in the modules that know a backend."""
+    uses = [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "cuda"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "torch"
+    ]
+    assert path.name in KNOW_CUDA or not uses
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_modules_say_their_job(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_public_names():
+    import offstage
+
+    assert set(offstage.__all__) == {
+        "ConfigError",
+        "OffloadConfig",
+        "OffloadIneffectiveError",
+        "OffloadedOptimizer",
+        "OffstageError",
+        "__version__",
+        "offload",
+    }
+    assert issubclass(offstage.ConfigError, ValueError)
+    assert issubclass(offstage.ConfigError, offstage.OffstageError)
