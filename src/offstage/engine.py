@@ -132,7 +132,6 @@ class Engine:
             # Once for all updates: they follow on the same lane.
             after={"update: the gradients are ready": gradients_ready},
         )
-        self.updating = True
         weights_ready = self._update_resident(lanes, turns) or weights_ready
         weights_ready = self._update_streamed(self._pipeline, turns) or weights_ready
         self._foreign.look(lanes)
@@ -145,6 +144,7 @@ class Engine:
         shares = [_whole_share(turn) for turn in turns if _held(turn).placement is Placement.RESIDENT]
         if not shares:
             return None
+        self.updating = True
         return lanes.submit(
             Lane.UPDATE,
             functools.partial(self._rule.update, shares),
@@ -161,6 +161,7 @@ class Engine:
                 Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece), gentle=True)
                 for piece, turn in zip(trip.pieces, trip_turns, strict=True)
             ]
+            self.updating = True
             pipeline.update(
                 trip,
                 functools.partial(self._rule.update, shares),

@@ -32,6 +32,15 @@ def as_param(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(param.shape, _dense_strides(param))
 
 
+def order_of(param: torch.Tensor) -> tuple[int, ...]:
+    """The dims of more than one element, from the outermost in memory to the innermost: what a flat line depends on."""
+    if param.is_contiguous():
+        return tuple(dim for dim, size in enumerate(param.shape) if size > 1)
+    strides = _dense_strides(param)
+    dims = [dim for dim, size in enumerate(param.shape) if size > 1]
+    return tuple(sorted(dims, key=lambda dim: -strides[dim]))
+
+
 def copy_back(flat: torch.Tensor, param: torch.Tensor) -> None:
     """Write `flat` to `param` if it is a copy of it (a parameter with gaps in memory) and not a view."""
     if flat.numel() and flat.data_ptr() != param.data_ptr():

@@ -15,7 +15,7 @@ import torch
 
 from offstage import master_weights
 from offstage.errors import ConfigError
-from offstage.flat import as_param, flat_like
+from offstage.flat import as_param, flat_like, order_of
 from offstage.pipeline import HostState
 from offstage.plan import Placement
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, StateKey
@@ -34,11 +34,11 @@ class HeldState(ParamState):
     """STREAMED: its position in the host state's layout."""
 
     def __post_init__(self) -> None:
-        self._made_for = (self.param.device, self.param.dtype, self.param.shape)
+        self._made_for = _kind(self.param)
 
     def check_unmoved(self) -> None:
         """Raise if the parameter is no longer what the state was made for."""
-        now = (self.param.device, self.param.dtype, self.param.shape)
+        now = _kind(self.param)
         if now != self._made_for:
             raise ConfigError(
                 f"Parameter {self.name!r} was {_describe(*self._made_for)} at offload() and is {_describe(*now)} now. "
@@ -88,12 +88,23 @@ class HeldState(ParamState):
             if name in known and name != MASTER_LOW_KEY:
                 shape = known[name].shape
                 wanted = tuple(self.param.shape) if shape is None else shape
+                if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+                    kind = "a meta tensor, without data" if value.is_meta else f"of layout {value.layout}"
+                    raise ConfigError(
+                        f"State {name!r} of parameter {self.name!r} is {kind}; expected a dense tensor with data. "
+                        "Load the checkpoint itself, not its skeleton."
+                    )
                 if not isinstance(value, torch.Tensor) or tuple(value.shape) != wanted:
                     found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                     raise ConfigError(
                         f"State {name!r} of parameter {self.name!r}: expected shape {wanted}, found {found}. "
                         "Load a checkpoint of this model, or check the order of the parameters."
                     )
+            elif isinstance(value, torch.Tensor) and value.is_meta:
+                raise ConfigError(
+                    f"State {name!r} of parameter {self.name!r} is a meta tensor, without data. "
+                    "Load the checkpoint itself, not its skeleton."
+                )
             elif name != MASTER_KEY and isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ConfigError(
                     f"Parameter {self.name!r} keeps {sorted(known)}; found state {name!r} of shape "
@@ -148,8 +159,12 @@ class HeldState(ParamState):
         return self.param if key.shape is None else torch.empty(key.shape, device="meta")
 
 
-def _describe(device: torch.device, dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype} {tuple(shape)} on {device}"
+def _kind(param: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
+    return param.device, param.dtype, param.shape, order_of(param)
+
+
+def _describe(device: torch.device, dtype: torch.dtype, shape: torch.Size, order: tuple[int, ...]) -> str:
+    return f"{dtype} {tuple(shape)} on {device} (memory order {order})"
 
 
 def _scalar(name: str, value: Any, device: torch.device) -> Any:

@@ -17,13 +17,12 @@ def deferred_interrupts() -> Iterator[None]:
     A step or a load that has begun is finished first, so that a program which catches `KeyboardInterrupt` and saves
     never saves something between two steps. Python raises it in the main thread only; elsewhere there is nothing to do.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is None:
+        yield  # a handler that Python did not install (None) raises nothing here either
         return
     caught: list[tuple[int, FrameType | None]] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    if previous is None:  # installed by non-Python code: leave it alone
-        previous = signal.SIG_DFL
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from offstage.layout import padded_bytes
 from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
 from offstage.receipt import Receipt
 from offstage.rules import choose_rule, shell_of
-from offstage.rules.rule import MASTER_KEY, Turn
+from offstage.rules.rule import Turn
 
 logger = logging.getLogger("offstage")
 
@@ -87,6 +87,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 setattr(self, name, hooks)
         optimizer.state.clear()
         optimizer._offstage_consumed = True  # type: ignore[attr-defined]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before must not warn for ever
         optimizer.step = _consumed_step  # type: ignore[method-assign]
 
     def _place_new(self) -> None:
@@ -118,7 +119,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         check_param(param, name)
         keys = self.rule.keys(param, group)
         held = self._held.get(param)
-        return held if held is not None and held.keys == keys else HeldState(param, name, keys, rule=self.rule)
+        if held is None:
+            return HeldState(param, name, keys, rule=self.rule)
+        # State that an option does not need for a while is kept, as torch keeps it.
+        missing = tuple(key for key in keys if key not in held.keys)
+        return HeldState(param, name, held.keys + missing, rule=self.rule) if missing else held
 
     def _size_of(self, held: HeldState) -> ParamSize:
         extent = {key.name: key.numel(held.param) for key in held.keys}
@@ -137,10 +142,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for held in states:
             before = self._held.get(held.param)
             self._held[held.param] = held
-            if before is not None:  # other keys than before: carry over those that remain
-                remaining = {key.name for key in held.keys} | before.scalars.keys() | {MASTER_KEY}
-                values = {name: value for name, value in before.export().items() if name in remaining}
-                held.load(values, self.group_of(held.param))
+            if before is not None:  # more keys than before
+                held.load(before.export(), self.group_of(held.param))
         engine.drop_unused(self._held.values())
 
     # Runtime
@@ -151,8 +154,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         When it returns, whatever the caller's stream is given next sees the new weights. The host does not wait.
         """
-        if self._lost is not None:
-            raise StepLostError(self._lost)
+        self.check_not_lost()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,9 +175,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def follow_groups(self) -> None:
         """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
-        changed = self._signatures != [self.rule.signature(group) for group in self.param_groups]
-        if changed or any(param not in self._held for group in self.param_groups for param in group["params"]):
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(set(params)) != len(params):
             check_no_duplicates(self.param_groups, self._names)
+        changed = self._signatures != [self.rule.signature(group) for group in self.param_groups]
+        if changed or any(param not in self._held for param in params):
             self._place_new()
 
     def _take_turns(self) -> list[Turn]:
@@ -331,11 +335,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def held(self, param: torch.Tensor) -> HeldState:
         """The state of `param`; `KeyError` if it is not a parameter of this optimizer."""
+        if param not in self._held:
+            self.follow_groups()
         return self._held[param]
 
     def all_held(self) -> list[HeldState]:
         """In the order of `param_groups`."""
-        return [self._held[param] for group in self.param_groups for param in group["params"]]
+        return [self.held(param) for group in self.param_groups for param in group["params"]]
 
     def group_of(self, param: torch.Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(param is other for other in group["params"]))
@@ -356,6 +362,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group["params"] = []
         self._shell.__setstate__({"state": {}, "param_groups": groups})
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def check_not_lost(self) -> None:
+        """Raise if weights and state are between two steps: nobody should train on, or save, that."""
+        if self._lost is not None:
+            raise StepLostError(self._lost)
 
     def recover(self) -> None:
         """Drain everything and forget a lost step: all state is about to be replaced."""
@@ -390,3 +401,6 @@ def _consumed_step(*args: Any, **kwargs: Any) -> Any:
         "This optimizer was given to offstage.offload(), which took over its state. Call step() on the optimizer that "
         "offload() returned: optimizer = offstage.offload(optimizer, model)."
     )
+
+
+_consumed_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers made before warn

@@ -9,7 +9,7 @@ in their public form; each owns a storage of its own size, so that saving one do
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -62,21 +62,34 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
 
 class _ParamView(dict[str, Any]):
-    """One parameter's state. Assigning a key writes it where the state is kept."""
+    """One parameter's state. Whatever changes it changes the state where it is kept, or raises."""
 
     def __init__(self, view: StateView, param: torch.Tensor, values: dict[str, Any]) -> None:
         super().__init__(values)
         self._view, self._param = view, param
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value)
-        self._view[self._param] = dict(self)
+
+def _write_through(name: str) -> Callable[..., Any]:
+    change = getattr(dict, name)
+
+    def changed(self: _ParamView, *args: Any, **kwargs: Any) -> Any:
+        values = dict(self)
+        change(values, *args, **kwargs)
+        self._view[self._param] = values
+        return change(self, *args, **kwargs)
+
+    return changed
+
+
+for _name in ("__setitem__", "__delitem__", "__ior__", "update", "setdefault", "pop", "popitem", "clear"):
+    setattr(_ParamView, _name, _write_through(_name))
 
 
 def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     """`optimizer.state_dict()`."""
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
+    optimizer.check_not_lost()
     optimizer.synchronize()
     index = {param: i for i, param in enumerate(_params(optimizer))}
     groups = []
@@ -108,17 +121,27 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
     optimizer.check_values(values, groups)
     optimizer.recover()
     with deferred_interrupts():
-        for group, new in zip(optimizer.param_groups, groups, strict=True):
-            params, names = group["params"], group.get("param_names")
-            group.clear()
-            group.update(new, params=params)
-            if names is not None and "param_names" not in new:
-                group["param_names"] = names
-        optimizer.follow_groups()
+        _replace_groups(optimizer, groups)
         for param, value in values.items():
             optimizer.held(param).load(value, optimizer.group_of(param))
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+def _replace_groups(optimizer: OffloadedOptimizer, groups: list[dict[str, Any]]) -> None:
+    """Give every group its saved options, in place, and room for the state they need; or leave them as they were."""
+    before = [dict(group) for group in optimizer.param_groups]
+    try:
+        for group, new in zip(optimizer.param_groups, groups, strict=True):
+            kept: dict[str, Any] = {name: group[name] for name in ("params", "param_names") if name in group}
+            group.clear()
+            group.update({**kept, **new, "params": kept["params"]})
+        optimizer.follow_groups()
+    except BaseException:
+        for group, old in zip(optimizer.param_groups, before, strict=True):
+            group.clear()
+            group.update(old)
+        raise
 
 
 def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) -> list[dict[str, Any]]:

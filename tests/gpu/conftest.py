@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU tests fail, and do not skip, on a machine without an accelerator."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,4 +15,5 @@ def _needs_accelerator() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(pytest.mark.gpu)
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)

@@ -98,7 +98,7 @@ class AdamRule(Rule):
             share.grad,
             state["exp_avg"],
             state["exp_avg_sq"],
-            state.get("max_exp_avg_sq"),
+            state["max_exp_avg_sq"] if group["amsgrad"] else None,
             state.get(MASTER_KEY, state.get(MASTER_LOW_KEY)),
             master_kind=kind,
             coefficients=scratch.rows[turn.group_number, turn.step],

@@ -19,6 +19,8 @@ import triton.language as tl
 from offstage.rules.rule import Hyperparameters
 
 _BLOCK = 1024
+_FINGERPRINT_BLOCK = 4096
+_FINGERPRINT_PROGRAMS = 264  # few enough that their additions to one number do not queue up
 GENTLE_PROGRAMS = 32
 """Programs of an update that runs while the link is busy. A kernel on all of the device takes so much memory bandwidth
 that copies to the device stall while it runs (measured: 3% of a streamed step); this few still outrun the link."""
@@ -259,5 +261,5 @@ def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperpa
 def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:
     """Set `out` (int64, one element) to the fingerprint of a whole bf16 parameter."""
     out.zero_()
-    programs = min(triton.cdiv(weight.numel(), _BLOCK), GENTLE_PROGRAMS)
-    fingerprint_kernel[(programs,)](weight.view(torch.int16), out, weight.numel(), BLOCK=_BLOCK)
+    programs = min(triton.cdiv(weight.numel(), _FINGERPRINT_BLOCK), _FINGERPRINT_PROGRAMS)
+    fingerprint_kernel[(programs,)](weight.view(torch.int16), out, weight.numel(), BLOCK=_FINGERPRINT_BLOCK)
