@@ -47,7 +47,7 @@ def train(batch: int, iterations: int, config: dict[str, Any]) -> dict[str, Any]
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(float(loss))
+            losses.append(loss.item())
             times.append(time.perf_counter() - start)
         optimizer.close()
     except torch.OutOfMemoryError:
@@ -66,15 +66,15 @@ def train(batch: int, iterations: int, config: dict[str, Any]) -> dict[str, Any]
     return result
 
 
-def largest_batch(config: dict[str, Any]) -> dict[str, Any]:
-    best: dict[str, Any] = {}
+def larger_batches(name: str, config: dict[str, Any]) -> None:
+    """One row per batch size, up to the first that does not fit."""
     for batch in BATCHES:
-        result = train(batch, 4, config)
+        result = train(batch, 5, config)
+        if result["iteration_ms"]:
+            result["tokens_per_s"] = round(batch * Size().sequence / result["iteration_ms"] * 1e3)
+        write_row("memory_cap", {"cap_gib": LARGE_CAP_GIB, "state": name} | result)
         if result["died_in_iteration"]:
-            break
-        best = result
-    best["tokens_per_s"] = round(best["batch"] * Size().sequence / best["iteration_ms"] * 1e3)
-    return best
+            return
 
 
 def main() -> None:
@@ -84,8 +84,7 @@ def main() -> None:
         write_row("memory_cap", {"cap_gib": SMALL_CAP_GIB, "state": name} | train(8, 20, config))
     cap_device_memory(LARGE_CAP_GIB)
     for name, config in (("resident", resident), ("offloaded", offloaded)):
-        row = {"cap_gib": LARGE_CAP_GIB, "state": name, "what": "largest batch"}
-        write_row("memory_cap", row | largest_batch(config))
+        larger_batches(name, config)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def run(weight, grad, exp_avg, exp_avg_sq, largest, master, *, kind, coefficient
     adamw_host.update(
         weight, grad, exp_avg, exp_avg_sq, largest, master,
         master_kind=kind, coefficients=torch.tensor(np.array(numbers)), prints=prints, foreign=foreign,
-        fresh=fresh, gentle=False, **options,
+        fresh=fresh, **options,
     )  # fmt: skip
     return int(foreign)
 

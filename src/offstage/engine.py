@@ -158,7 +158,7 @@ class Engine:
         for trip, trip_turns in self._trips({_held(turn): turn for turn in turns}):
             pipeline.fetch(trip)
             shares = [
-                Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece), gentle=True)
+                Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece))
                 for piece, turn in zip(trip.pieces, trip_turns, strict=True)
             ]
             self.updating = True

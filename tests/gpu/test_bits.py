@@ -72,7 +72,6 @@ def test_triton_and_numba_agree() -> None:
                     maximize=False,
                     decoupled=decoupled,
                     fresh=False,
-                    gentle=False,
                 )
             for ours, theirs in zip(host, device, strict=True):
                 if ours is not None:

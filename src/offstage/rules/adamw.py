@@ -111,7 +111,6 @@ class AdamRule(Rule):
             maximize=group["maximize"],
             decoupled=self._decoupled or group["decoupled_weight_decay"],
             fresh=turn.fresh,
-            gentle=share.gentle,
         )
         if prints is not None and share.last:
             scratch.kernels.fingerprint(turn.weight, prints[0])

@@ -207,7 +207,6 @@ def update(
     maximize: bool,
     decoupled: bool,
     fresh: bool,
-    gentle: bool,
 ) -> None:
     """One piece of one parameter: weight, moments and master in place."""
     w = array_of(weight)

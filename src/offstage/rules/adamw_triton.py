@@ -21,9 +21,6 @@ from offstage.rules.rule import Hyperparameters
 _BLOCK = 1024
 _FINGERPRINT_BLOCK = 4096
 _FINGERPRINT_PROGRAMS = 264  # few enough that their additions to one number do not queue up
-GENTLE_PROGRAMS = 32
-"""Programs of an update that runs while the link is busy. A kernel on all of the device takes so much memory bandwidth
-that copies to the device stall while it runs (measured: 3% of a streamed step); this few still outrun the link."""
 
 NO_MASTER = tl.constexpr(0)
 FP32_MASTER = tl.constexpr(1)
@@ -82,74 +79,72 @@ def adamw_kernel(
     DECAY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    pid = tl.program_id(0).to(tl.int64)
-    for start in range(pid * BLOCK, numel, tl.num_programs(0).to(tl.int64) * BLOCK):
-        index = start + tl.arange(0, BLOCK)
-        mask = index < numel
-        weight = tl.load(weight_ptr + index, mask=mask, other=0.0)
-        g = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        m = tl.load(exp_avg_ptr + index, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < numel
+    weight = tl.load(weight_ptr + index, mask=mask, other=0.0)
+    g = tl.load(grad_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg_ptr + index, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
 
-        if MASTER == NO_MASTER:
-            p = weight.to(tl.float32)
-        elif MASTER == FP32_MASTER:
-            master = tl.load(master_ptr + index, mask=mask, other=0.0)
-            there = weight.to(tl.int16, bitcast=True)
-            ours = _narrow(master, weight_ptr.dtype.element_ty).to(tl.int16, bitcast=True)
-            foreign = (there != ours) & ((weight == weight) | (master == master)) & mask
-            p = tl.where(foreign, weight.to(tl.float32), master)
-            count = tl.sum(foreign.to(tl.int32))
-            if (count > 0) & (fresh == 0):
-                tl.atomic_add(foreign_ptr, count.to(tl.int64))
+    if MASTER == NO_MASTER:
+        p = weight.to(tl.float32)
+    elif MASTER == FP32_MASTER:
+        master = tl.load(master_ptr + index, mask=mask, other=0.0)
+        there = weight.to(tl.int16, bitcast=True)
+        ours = _narrow(master, weight_ptr.dtype.element_ty).to(tl.int16, bitcast=True)
+        foreign = (there != ours) & ((weight == weight) | (master == master)) & mask
+        p = tl.where(foreign, weight.to(tl.float32), master)
+        count = tl.sum(foreign.to(tl.int32))
+        if (count > 0) & (fresh == 0):
+            tl.atomic_add(foreign_ptr, count.to(tl.int64))
+    else:
+        low = tl.load(master_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
+        foreign = tl.load(expected_ptr) != tl.load(observed_ptr)
+        tied_up = v.to(tl.int32, bitcast=True) < 0
+        v = tl.abs(v)
+        joined = _join(weight.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, low, tied_up)
+        p = tl.where(foreign | (fresh != 0), weight.to(tl.float32), joined)
+        if foreign & (fresh == 0) & (tl.program_id(0) == 0):
+            tl.atomic_add(foreign_ptr, tl.zeros([], tl.int64) + numel)
+
+    zero = tl.zeros([BLOCK], tl.float32)
+    b1 = beta1 + zero
+    b2 = beta2 + zero
+    lr_decay = tl.load(coefficients_ptr) + zero
+    step_size = tl.load(coefficients_ptr + 1) + zero
+    bias_correction2_sqrt = tl.load(coefficients_ptr + 2) + zero
+    if MAXIMIZE:
+        g = -g
+    if DECAY:
+        if DECOUPLED:
+            p = tl.fma(-lr_decay, p, p)
         else:
-            low = tl.load(master_ptr + index, mask=mask, other=0).to(tl.int32) & 0xFFFF
-            foreign = tl.load(expected_ptr) != tl.load(observed_ptr)
-            tied_up = v.to(tl.int32, bitcast=True) < 0
-            v = tl.abs(v)
-            joined = _join(weight.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF, low, tied_up)
-            p = tl.where(foreign | (fresh != 0), weight.to(tl.float32), joined)
-            if foreign & (fresh == 0) & (start == 0):
-                tl.atomic_add(foreign_ptr, tl.zeros([], tl.int64) + numel)
+            g = tl.fma(p, weight_decay + zero, g)
+    m = tl.fma(b1, m, tl.fma(-b1, g, g))
+    g2 = g * g
+    v = tl.fma(b2, v, tl.fma(-b2, g2, g2))
+    if AMSGRAD:
+        largest = tl.load(max_exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.where(largest < v, v, largest)  # std::max's answer to NaN
+        tl.store(max_exp_avg_sq_ptr + index, _narrow(largest, max_exp_avg_sq_ptr.dtype.element_ty), mask=mask)
+        root = tl.sqrt_rn(largest)
+    else:
+        root = tl.sqrt_rn(v)
+    denominator = tl.div_rn(root, bias_correction2_sqrt) + eps
+    p = p - tl.div_rn(step_size * m, denominator)
 
-        zero = tl.zeros([BLOCK], tl.float32)
-        b1 = beta1 + zero
-        b2 = beta2 + zero
-        lr_decay = tl.load(coefficients_ptr) + zero
-        step_size = tl.load(coefficients_ptr + 1) + zero
-        bias_correction2_sqrt = tl.load(coefficients_ptr + 2) + zero
-        if MAXIMIZE:
-            g = -g
-        if DECAY:
-            if DECOUPLED:
-                p = tl.fma(-lr_decay, p, p)
-            else:
-                g = tl.fma(p, weight_decay + zero, g)
-        m = tl.fma(b1, m, tl.fma(-b1, g, g))
-        g2 = g * g
-        v = tl.fma(b2, v, tl.fma(-b2, g2, g2))
-        if AMSGRAD:
-            largest = tl.load(max_exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
-            largest = tl.where(largest < v, v, largest)  # std::max's answer to NaN
-            tl.store(max_exp_avg_sq_ptr + index, _narrow(largest, max_exp_avg_sq_ptr.dtype.element_ty), mask=mask)
-            root = tl.sqrt_rn(largest)
-        else:
-            root = tl.sqrt_rn(v)
-        denominator = tl.div_rn(root, bias_correction2_sqrt) + eps
-        p = p - tl.div_rn(step_size * m, denominator)
-
-        v_kept = _narrow(v, exp_avg_sq_ptr.dtype.element_ty)
-        if MASTER == FP32_MASTER:
-            tl.store(master_ptr + index, p, mask=mask)
-        elif MASTER == SPLIT_MASTER:
-            bits = p.to(tl.int32, bitcast=True)
-            low = tl.where(p != p, 0, bits & 0xFFFF)
-            tl.store(master_ptr + index, low.to(tl.int16), mask=mask)
-            tied_up = (low == 0x8000) & (((bits >> 16) & 1) == 1)
-            v_kept = tl.where(tied_up, -v_kept, v_kept)
-        tl.store(weight_ptr + index, _narrow(p, weight_ptr.dtype.element_ty), mask=mask)
-        tl.store(exp_avg_ptr + index, _narrow(m, exp_avg_ptr.dtype.element_ty), mask=mask)
-        tl.store(exp_avg_sq_ptr + index, v_kept, mask=mask)
+    v_kept = _narrow(v, exp_avg_sq_ptr.dtype.element_ty)
+    if MASTER == FP32_MASTER:
+        tl.store(master_ptr + index, p, mask=mask)
+    elif MASTER == SPLIT_MASTER:
+        bits = p.to(tl.int32, bitcast=True)
+        low = tl.where(p != p, 0, bits & 0xFFFF)
+        tl.store(master_ptr + index, low.to(tl.int16), mask=mask)
+        tied_up = (low == 0x8000) & (((bits >> 16) & 1) == 1)
+        v_kept = tl.where(tied_up, -v_kept, v_kept)
+    tl.store(weight_ptr + index, _narrow(p, weight_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_ptr + index, _narrow(m, exp_avg_ptr.dtype.element_ty), mask=mask)
+    tl.store(exp_avg_sq_ptr + index, v_kept, mask=mask)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -197,13 +192,11 @@ def update(
     maximize: bool,
     decoupled: bool,
     fresh: bool,
-    gentle: bool,
 ) -> None:
-    """One piece of one parameter: weight, moments and master in place. `gentle`: leave the link its bandwidth."""
+    """One piece of one parameter: weight, moments and master in place."""
     numel = weight.numel()
-    programs = triton.cdiv(numel, _BLOCK)
     expected, observed = prints if prints is not None else (foreign, foreign)
-    adamw_kernel[(min(programs, GENTLE_PROGRAMS) if gentle else programs,)](
+    adamw_kernel[(triton.cdiv(numel, _BLOCK),)](
         weight,
         grad,
         exp_avg,

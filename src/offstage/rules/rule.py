@@ -87,8 +87,6 @@ class Share:
     start: int
     stop: int
     state: dict[str, torch.Tensor]
-    gentle: bool = False
-    """Copies run at the same time: an update that takes all memory bandwidth would hold them up."""
 
     @property
     def weight(self) -> torch.Tensor:
