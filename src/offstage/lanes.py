@@ -85,8 +85,8 @@ class Lanes(ABC):
         """A moment in `lane`, for `elapsed_ms`."""
 
     @abstractmethod
-    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
-        """Milliseconds between two stamps; `None` while the later one has not been reached."""
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        """Milliseconds between two stamps. Waits until both have been reached."""
 
     def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:  # noqa: B027
         """Declare what the caller's stream does with buffers that lanes use too."""
@@ -147,8 +147,10 @@ class AcceleratorLanes(Lanes):
         event.record(self._caller() if lane is Lane.CALLER else self._streams[lane])
         return event
 
-    def elapsed_ms(self, start: Any, stop: Any) -> float | None:
-        return float(start.elapsed_time(stop)) if start.query() and stop.query() else None
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
 
     def _caller(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
@@ -193,7 +195,7 @@ class ImmediateLanes(Lanes):
     def stamp(self, lane: Lane) -> float:
         return time.perf_counter()
 
-    def elapsed_ms(self, start: float, stop: float) -> float | None:
+    def elapsed_ms(self, start: float, stop: float) -> float:
         return (stop - start) * 1e3
 
 

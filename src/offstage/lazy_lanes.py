@@ -127,7 +127,7 @@ class LazyLanes(Lanes):
     def stamp(self, lane: Lane) -> float:
         return 0.0
 
-    def elapsed_ms(self, start: float, stop: float) -> float | None:
+    def elapsed_ms(self, start: float, stop: float) -> float:
         return 0.0
 
     def _tick(self, name: str) -> Clock:

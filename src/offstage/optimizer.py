@@ -23,6 +23,7 @@ from offstage.flat import copy_back, flat_like
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.interrupts import deferred_interrupts
+from offstage.lanes import Lane
 from offstage.layout import padded_bytes
 from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
 from offstage.receipt import Receipt
@@ -78,10 +79,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Move existing state in, parameter by parameter, so that device memory falls while host memory fills."""
         self.check_values(optimizer.state)
-        for held in self.all_held():
-            existing = optimizer.state.pop(held.param, {})
+        for param, group in self.group_of().items():
+            existing = optimizer.state.pop(param, {})
             if existing:
-                held.load(existing, self.group_of(held.param))
+                self._held[param].load(existing, group)
         for name, hooks in vars(optimizer).items():
             if name.startswith("_optimizer_") and name.endswith("_hooks"):
                 setattr(self, name, hooks)
@@ -139,11 +140,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if held.placement is Placement.RESIDENT:
                 held.allocate_resident()
         engine.add(states)
+        group_of = self.group_of()
         for held in states:
             before = self._held.get(held.param)
             self._held[held.param] = held
             if before is not None:  # more keys than before
-                held.load(before.export(), self.group_of(held.param))
+                held.load(before.export(), group_of[held.param])
         engine.drop_unused(self._held.values())
 
     # Runtime
@@ -298,14 +300,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def receipt(self) -> Receipt:
         """What was really moved, and what it cost. Waits for the device."""
         self.synchronize()
-        lane_ms: dict[str, float] = {}
-        exposed: float | None = None
-        for engine in self._engines.values():
-            if engine.timer is not None:
-                engine.timer.read()
-                for lane, milliseconds in engine.timer.lane_ms.items():
-                    lane_ms[lane] = max(lane_ms.get(lane, 0.0), milliseconds)
-                exposed = max(exposed or 0.0, engine.timer.exposed_ms or 0.0)
+        times = [engine.timer.read() for engine in self._engines.values() if engine.timer is not None]
+        longest = {lane.value: max(time[lane] for time in times if time) for lane in Lane if any(times)}
+        exposed = longest.pop(Lane.CALLER.value, None)
         fetched, stored = self._moved_bytes()
         counters = [self.rule.foreign_weights(device) for device in self._engines]
         return Receipt(
@@ -317,7 +314,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             device_state_bytes=sum(engine.slot_bytes for engine in self._engines.values())
             + sum(t.nbytes for held in self._held.values() for t in held.resident.values()),
             host_state_bytes=sum(engine.host_bytes for engine in self._engines.values()),
-            lane_ms=lane_ms,
+            lane_ms=longest,
             exposed_ms=exposed,
             weights_written_by_others=sum(int(counter) for counter in counters if counter is not None),
         )
@@ -343,8 +340,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """In the order of `param_groups`."""
         return [self.held(param) for group in self.param_groups for param in group["params"]]
 
-    def group_of(self, param: torch.Tensor) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(param is other for other in group["params"]))
+    def group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Every parameter's group, now."""
+        return {param: group for group in self.param_groups for param in group["params"]}
 
     def check_values(
         self, values: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]] | None = None

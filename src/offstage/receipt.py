@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 from offstage.config import format_size
 from offstage.lanes import Lane, Lanes
-
-_WORKING_LANES = (Lane.FETCH, Lane.UPDATE, Lane.STORE)
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,9 @@ class Receipt:
     host_state_bytes: int
     """Arenas, alignment included."""
     lane_ms: dict[str, float] = field(default_factory=dict)
-    """From the moment the gradients were ready to the end of each lane's work, in the last step that was timed."""
+    """From the moment the gradients were ready to the end of each lane's work, in the last step."""
     exposed_ms: float | None = None
-    """How long that step held up the caller's stream."""
+    """How long the last step held up the caller's stream."""
     weights_written_by_others: int = 0
     """Elements whose weight no longer belonged to its master: the weight won."""
 
@@ -61,29 +58,21 @@ class Receipt:
 
 
 class StepTimer:
-    """Stamps of one device's steps, read only once they have passed: a timer must not make anyone wait."""
+    """Stamps of one device's last step. Taking them makes nobody wait; reading them does."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._open: deque[dict[str, tuple[Any, Any]]] = deque(maxlen=8)
         self._start: Any = None
-        self.lane_ms: dict[str, float] = {}
-        self.exposed_ms: float | None = None
+        self._stops: dict[Lane, Any] = {}
 
     def start(self) -> None:
         """The caller's stream reaches the step: the gradients are ready."""
         self._start = self._lanes.stamp(Lane.CALLER)
 
     def stop(self) -> None:
-        stops = {lane.value: self._lanes.stamp(lane) for lane in (*_WORKING_LANES, Lane.CALLER)}
-        self._open.append({lane: (self._start, stop) for lane, stop in stops.items()})
+        self._stops = {lane: self._lanes.stamp(lane) for lane in Lane}
 
-    def read(self) -> None:
-        """Take over the newest step whose stamps have all passed."""
-        while self._open:
-            times = {lane: self._lanes.elapsed_ms(*pair) for lane, pair in self._open[0].items()}
-            if any(time is None for time in times.values()):
-                return
-            self._open.popleft()
-            self.exposed_ms = times.pop(Lane.CALLER.value)
-            self.lane_ms = {lane: max(0.0, time) for lane, time in times.items() if time is not None}
+    def read(self) -> dict[Lane, float]:
+        """Milliseconds from the start to each lane's end; empty before the first step."""
+        # A lane may have been done before the gradients were ready: nothing of it was waited for.
+        return {lane: max(0.0, self._lanes.elapsed_ms(self._start, stop)) for lane, stop in self._stops.items()}

@@ -35,7 +35,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         optimizer = self._optimizer
-        held, group = optimizer.held(param), optimizer.group_of(param)
+        held, group = optimizer.held(param), optimizer.group_of()[param]
         held.check(values)
         optimizer.synchronize()
         with deferred_interrupts():
@@ -122,8 +122,8 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
     optimizer.recover()
     with deferred_interrupts():
         _replace_groups(optimizer, groups)
-        for param, value in values.items():
-            optimizer.held(param).load(value, optimizer.group_of(param))
+        for param, group in optimizer.group_of().items():
+            optimizer.held(param).load(values[param], group)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
