@@ -52,13 +52,7 @@ def test_more_budget_never_keeps_less(numbers, budget, more):
         config = OffloadConfig(device_budget=size, chunk_bytes=64 * 1024, slots=2, min_bytes=1000)
         return plan_placements(sizes_of(numbers), config).bytes_of(Placement.RESIDENT)
 
-    assert resident(budget + more) >= resident(budget) - max(numbers)
-
-
-@given(SIZES, st.floats(0.0, 1.0))
-def test_the_same_answer_every_time(numbers, fraction):
-    config = OffloadConfig(fraction=fraction)
-    assert plan_placements(sizes_of(numbers), config) == plan_placements(sizes_of(numbers), config)
+    assert resident(budget + more) >= resident(budget)
 
 
 def test_small_parameters_stay():

@@ -31,7 +31,12 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module | None) -> None:
         )
     if model is not None:
         _check_model(optimizer, model)
-    for number, group in enumerate(optimizer.param_groups):
+    check_options(optimizer.param_groups)
+
+
+def check_options(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if a group asks for something that cannot be had with state elsewhere."""
+    for number, group in enumerate(groups):
         if group.get("differentiable"):
             raise ConfigError(
                 f"Parameter group {number} has differentiable=True, which needs all state on the device. "
@@ -49,7 +54,10 @@ def check_param(param: torch.Tensor, name: str) -> None:
     if isinstance(param, DTensor):
         _check_dtensor(param, name)
     if param.layout != torch.strided:
-        raise ConfigError(f"Parameter {name!r} has layout {param.layout}; expected a dense (strided) parameter.")
+        raise ConfigError(
+            f"Parameter {name!r} has layout {param.layout}; expected a dense (strided) parameter. "
+            "Convert it with to_dense(), or give it an optimizer of its own."
+        )
 
 
 def check_no_duplicates(groups: Iterable[dict[str, Any]], names: dict[torch.Tensor, str]) -> None:
@@ -74,7 +82,8 @@ def check_grad(param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
         )
     if grad.device != param.device:
         raise ConfigError(
-            f"Parameter {name!r} is on {param.device} and its gradient on {grad.device}; expected the same device."
+            f"Parameter {name!r} is on {param.device} and its gradient on {grad.device}; expected the same device. "
+            "Move the gradient, or the model before backward."
         )
 
 

@@ -29,9 +29,12 @@ def parse_size(value: int | str, field: str) -> int:
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     else:
-        raise ConfigError(f"{field} expects a number of bytes or a size such as '8GiB' or '512MB'; found {value!r}.")
+        raise ConfigError(
+            f"{field} expects a number of bytes or a size such as '8GiB' or '512MB'; found {value!r}. "
+            "Write an int, or a number followed by B, KB, MB, GB, TB, KiB, MiB, GiB or TiB."
+        )
     if size < 0:
-        raise ConfigError(f"{field} expects a size of at least 0 bytes; found {value!r}.")
+        raise ConfigError(f"{field} expects a size of at least 0 bytes; found {value!r}. Leave it out for the default.")
     return size
 
 
@@ -145,12 +148,15 @@ class OffloadConfig:
         choices = {"rule": ("auto", "torch"), "master_weights": ("auto", "none", "fp32", "split")}
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
-                raise ConfigError(f"{field} expects one of {allowed}; found {getattr(self, field)!r}.")
+                raise ConfigError(
+                    f"{field} expects one of {allowed}; found {getattr(self, field)!r}. Leave it out for 'auto'."
+                )
         mapping = {"": self.state_dtype} if isinstance(self.state_dtype, str) else self.state_dtype
         for key, name in mapping.items():
             if name not in ("float32", "bfloat16"):
                 raise ConfigError(
-                    f"state_dtype{f'[{key!r}]' if key else ''} expects 'float32' or 'bfloat16'; found {name!r}."
+                    f"state_dtype{f'[{key!r}]' if key else ''} expects 'float32' or 'bfloat16'; found {name!r}. "
+                    "Leave it out for 'float32'."
                 )
 
     def _check_contradictions(self) -> None:

@@ -17,7 +17,7 @@ from offstage.config import OffloadConfig, format_size
 from offstage.errors import OffstageError
 from offstage.held_state import HeldState
 from offstage.host_memory import Arena
-from offstage.lanes import Lane, Lanes, Mark, lanes_for
+from offstage.lanes import Lane, Lanes, Mark, lanes_for, on_device
 from offstage.layout import make_layout
 from offstage.pipeline import HostState, Pipeline, Trip
 from offstage.plan import Placement
@@ -52,8 +52,7 @@ class Engine:
         for held in states:
             if held.placement is Placement.STREAMED:
                 kinds.setdefault(tuple((key.name, key.dtype) for key in held.keys), []).append(held)
-        for members in kinds.values():
-            self._hosts.append((self._make_host_state(members), members))
+        self._hosts += [(self._make_host_state(members), members) for members in kinds.values()]
         slot_bytes = max((host.layout.slot_bytes for host, _ in self._hosts), default=0)
         if slot_bytes and (self._pipeline is None or self._pipeline.slot_bytes < slot_bytes):
             if self._lanes is None:
@@ -99,7 +98,10 @@ class Engine:
     def prepare(self) -> None:
         """Allocate what the step needs on the device, before anything moves."""
         if self._closed:
-            raise OffstageError("This optimizer was closed; its state is gone. Build a new one to go on training.")
+            raise OffstageError(
+                "This optimizer was closed: its slots and pinned memory were given back. Build a new one and load its "
+                "state_dict() to go on training."
+            )
         self._foreign.report()
         if self._pipeline is None:
             return
@@ -115,11 +117,8 @@ class Engine:
     def run(self, turns: Sequence[Turn]) -> None:
         """Update the parameters of `turns`. The caller's stream waits for the weights, the host for nothing."""
         if self._pipeline is None or self._lanes is None or self.timer is None:
-            self._rule.begin(self.device, turns)
-            self.updating = True
-            self._rule.update([_whole_share(turn) for turn in turns])
-            self.updating = False
-            self._foreign.look(None)
+            with on_device(self.device):
+                self._run_on_caller(turns)
             return
         lanes = self._lanes
         self.timer.start()
@@ -140,18 +139,42 @@ class Engine:
         self.updating = False
         self.timer.stop()
 
-    def _update_resident(self, lanes: Lanes, turns: Sequence[Turn]) -> Mark | None:
-        shares = [_whole_share(turn) for turn in turns if _held(turn).placement is Placement.RESIDENT]
-        if not shares:
-            return None
+    def _run_on_caller(self, turns: Sequence[Turn]) -> None:
+        """Everything is resident: no lanes, nothing to wait for."""
+        self._rule.begin(self.device, turns)
         self.updating = True
-        return lanes.submit(
-            Lane.UPDATE,
-            functools.partial(self._rule.update, shares),
-            after={},
-            reads=[share.grad for share in shares],
-            writes=[share.weight for share in shares],
-        )
+        for shares in self._batches(turns):
+            self._rule.update(shares)
+        self.updating = False
+        self._foreign.look(None)
+
+    def _batches(self, turns: Sequence[Turn]) -> Iterable[list[Share]]:
+        """Resident parameters, about `chunk_bytes` of state at a time: a rule may need temporary memory for each."""
+        batch: list[Share] = []
+        room = int(self._config.chunk_bytes)
+        for turn in turns:
+            if _held(turn).placement is Placement.RESIDENT:
+                batch.append(Share(turn, 0, turn.weight.numel(), _held(turn).resident))
+                room -= _held(turn).nbytes
+                if room <= 0:
+                    yield batch
+                    batch, room = [], int(self._config.chunk_bytes)
+        if batch:
+            yield batch
+
+    def _update_resident(self, lanes: Lanes, turns: Sequence[Turn]) -> Mark | None:
+        last = None
+        for shares in self._batches(turns):
+            self.updating = True
+            state = [tensor for share in shares for tensor in share.state.values()]
+            last = lanes.submit(
+                Lane.UPDATE,
+                functools.partial(self._rule.update, shares),
+                after={},
+                reads=[share.grad for share in shares],
+                writes=[*(share.weight for share in shares), *state],
+            )
+        return last
 
     def _update_streamed(self, pipeline: Pipeline, turns: Sequence[Turn]) -> Mark | None:
         last = None
@@ -273,10 +296,6 @@ class _ForeignWatch:
 
 def _copy_counter(seen: torch.Tensor, counter: torch.Tensor) -> None:
     seen.copy_(counter, non_blocking=True)
-
-
-def _whole_share(turn: Turn) -> Share:
-    return Share(turn, 0, turn.weight.numel(), _held(turn).resident)
 
 
 def _held(turn: Turn) -> HeldState:

@@ -11,7 +11,7 @@ class ConfigError(OffstageError, ValueError):
 
 
 class HostMemoryError(OffstageError, MemoryError):
-    """Host memory does not suffice for the state. Raised before anything was allocated."""
+    """Host memory does not suffice for the state. Raised before anything moved."""
 
 
 class OffloadIneffectiveError(OffstageError):

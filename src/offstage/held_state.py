@@ -7,6 +7,7 @@ on the device) does not show. Called by `optimizer.py` and `state_dict.py`, afte
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from offstage.flat import as_param, flat_like, order_of
 from offstage.pipeline import HostState
 from offstage.plan import Placement
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, StateKey
+
+logger = logging.getLogger("offstage")
 
 
 @dataclass(eq=False)
@@ -56,10 +59,15 @@ class HeldState(ParamState):
         layout = self.host.layout
         return self.host.arenas[name].tensor(layout.offsets[self.index][name], layout.extents[self.index][name])
 
-    def allocate_resident(self) -> None:
-        self.resident = {
-            key.name: torch.zeros(key.numel(self.param), dtype=key.dtype, device=self.param.device) for key in self.keys
-        }
+    def allocate_resident(self, existing: Mapping[str, Any]) -> None:
+        """Device tensors for every key: those that exist where their format fits, so that nothing is held twice."""
+        for key in self.keys:
+            there = existing.get(key.name)
+            if isinstance(there, torch.Tensor) and (there.dtype, there.device) == (key.dtype, self.param.device):
+                self.resident[key.name] = flat_like(there, self._like(key))
+            else:
+                numel = key.numel(self.param)
+                self.resident[key.name] = torch.zeros(numel, dtype=key.dtype, device=self.param.device)
 
     def export(self) -> dict[str, Any]:
         """The state under its public names: live where possible, joined and new where masters are split."""
@@ -105,7 +113,7 @@ class HeldState(ParamState):
                     f"State {name!r} of parameter {self.name!r} is a meta tensor, without data. "
                     "Load the checkpoint itself, not its skeleton."
                 )
-            elif name != MASTER_KEY and isinstance(value, torch.Tensor) and value.numel() != 1:
+            elif name not in self.rule.names and isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise ConfigError(
                     f"Parameter {self.name!r} keeps {sorted(known)}; found state {name!r} of shape "
                     f"{tuple(value.shape)}. Load a checkpoint of the same optimizer class and options."
@@ -120,10 +128,13 @@ class HeldState(ParamState):
     def load(self, values: Mapping[str, Any], group: dict[str, Any]) -> None:
         """Replace the state by `values`, already checked. An empty mapping means: as before the first step."""
         names = {key.name for key in self.keys}
+        unused = sorted((values.keys() & self.rule.names) - names - ({MASTER_KEY} if self.master_kind else set()))
+        if unused:
+            logger.info("%s: state %s is not used with these options and is not kept", self.name, unused)
         self.scalars = {
             name: _scalar(name, value, self.rule.scalar_device(name, self.param, group))
             for name, value in values.items()
-            if name not in names | {MASTER_KEY}
+            if name not in names | self.rule.names
         }
         for key in self.keys:
             if key.name in values:
@@ -174,6 +185,8 @@ def _scalar(name: str, value: Any, device: torch.device) -> Any:
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype:
+        return  # it is there already
     if source.dtype != target.dtype and source.device != target.device:
         source = source.to("cpu")  # converting on the device would take device memory
     if target.device.type != "cpu" and source.dtype != target.dtype:

@@ -3,12 +3,13 @@
 
 An arena is one private anonymous mapping with huge pages, first touched by several threads and then registered
 with the accelerator. That is exact (torch's pinned allocator rounds up to a power of two) and about ten times
-faster than allocating pinned memory. Called by `optimizer.py`; `pipeline.py` copies from and to the arenas.
+faster than allocating pinned memory. Made by `engine.py`; `pipeline.py` copies from and to the arenas.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import mmap
 import os
@@ -29,7 +30,7 @@ logger = logging.getLogger("offstage")
 _HUGE_PAGE = 2 * 1024 * 1024
 _TOUCH_BYTES = 64 * 1024 * 1024  # one thread's share of first touch at a time
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
-_CUDA_ALREADY_REGISTERED = 712
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _PAGE = mmap.PAGESIZE
 
 
@@ -56,9 +57,9 @@ class Arena:
         address = self.flat.data_ptr()
         _first_touch(self._memory, address, self.nbytes)
         if self.pinned:
-            _register(address, self.nbytes)
+            _register(address, self.nbytes, device)
             # Runs at close(), at garbage collection, or at interpreter exit, whichever comes first.
-            self._finalizer = weakref.finalize(self, _unregister, address, device)
+            self._finalizer = weakref.finalize(self, _unregister, address, device, os.getpid())
 
     def tensor(self, start: int, numel: int) -> torch.Tensor:
         """Elements `[start, start + numel)` without a copy, in a storage of exactly that size.
@@ -133,28 +134,36 @@ def _pinned_by_torch(nbytes: int) -> Any:
     return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-def _register(address: int, nbytes: int) -> None:
+def _register(address: int, nbytes: int, device: torch.device) -> None:
     _warn_memlock(nbytes)
-    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
-    if code not in (0, _CUDA_ALREADY_REGISTERED):
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+    if code != 0:
         raise HostMemoryError(
             f"The driver refused to pin {format_size(nbytes)} of host memory (cudaHostRegister: error {code}). "
-            "Lower fraction or host_budget, or use pin_memory=False (slower copies)."
+            "Lower fraction, free host memory, or use pin_memory=False (slower copies)."
         )
 
 
-def _unregister(address: int, device: torch.device) -> None:
+def _unregister(address: int, device: torch.device, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has neither these pages nor the right to touch the accelerator
     # Whoever closes an arena has drained its lanes; at interpreter exit or garbage collection nobody has.
     # An unregistered page under a running copy is a fault, so the device is asked once more.
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
+@functools.cache
+def _warn_memlock_once(soft: int) -> None:
+    # The NVIDIA driver does not enforce it; another driver might.
+    logger.warning("RLIMIT_MEMLOCK is %s, less than the state that is being pinned", format_size(soft))
+
+
 def _warn_memlock(nbytes: int) -> None:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != resource.RLIM_INFINITY and soft < nbytes:
-        # The NVIDIA driver does not enforce it; another driver might.
-        logger.info("RLIMIT_MEMLOCK is %s, less than the %s being pinned", format_size(soft), format_size(nbytes))
+        _warn_memlock_once(soft)
 
 
 def _mem_available() -> int | None:

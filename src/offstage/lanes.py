@@ -199,6 +199,11 @@ class ImmediateLanes(Lanes):
         return (stop - start) * 1e3
 
 
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make `device` current, for work that is given to the caller's stream outside any lane."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
 LanesFactory = Callable[[torch.device], Lanes]
 _factory: contextvars.ContextVar[LanesFactory | None] = contextvars.ContextVar("offstage_lanes", default=None)
 

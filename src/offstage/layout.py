@@ -3,7 +3,7 @@
 
 Parameters that keep the same state keys on the same device are laid end to end, in `param_groups` order. Each
 state key has an arena; a parameter is one contiguous range of it, aligned to 256 bytes. A chunk is a run of pieces
-(a piece is a parameter, or part of one) that travels together. Called by `optimizer.py`; read by `pipeline.py`.
+(a piece is a parameter, or part of one) that travels together. Made by `engine.py`; read by `pipeline.py`.
 """
 
 from __future__ import annotations
@@ -54,10 +54,6 @@ class Layout:
     def slot_bytes(self) -> int:
         """The size of a slot that can hold any chunk."""
         return max((chunk.nbytes for chunk in self.chunks), default=0)
-
-    @property
-    def arena_bytes(self) -> int:
-        return sum(numel * self.itemsize[key] for key, numel in self.arena_numel.items())
 
     def padded(self, numel: int) -> int:
         """`numel` rounded up to where the next aligned element begins."""

@@ -2,7 +2,7 @@
 """`offload()` and `OffloadedOptimizer`: the `torch.optim.Optimizer` contract over state that is elsewhere.
 
 Read this first. `step()` reads gradients and hyperparameters afresh (`_take_turns`), then for each device gives
-resident parameters and chunks to the lanes (`_Engine.run` in `engine.py`), and makes the caller's stream wait for the
+resident parameters and chunks to the lanes (`Engine.run` in `engine.py`), and makes the caller's stream wait for the
 new weights. Everything that reads state drains the lanes first.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offstage import state_dict as state_dicts
-from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_param
+from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_options, check_param
 from offstage.config import OffloadConfig
 from offstage.engine import Engine
 from offstage.errors import OffloadIneffectiveError, OffstageError, StepLostError
@@ -70,15 +70,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._placed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the user's list: schedulers made before offload() write to it
-        self._state_view = state_dicts.StateView(self)
-        self._place_new()
+        self.check_values(optimizer.state)
+        self._place_new(optimizer.state)
         self._placed = True
         self._take_over(optimizer)
         logger.info("%s: %s", type(optimizer).__name__, self.plan.summary())
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Move existing state in, parameter by parameter, so that device memory falls while host memory fills."""
-        self.check_values(optimizer.state)
         for param, group in self.group_of().items():
             existing = optimizer.state.pop(param, {})
             if existing:
@@ -91,8 +90,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before must not warn for ever
         optimizer.step = _consumed_step  # type: ignore[method-assign]
 
-    def _place_new(self) -> None:
-        """Place parameters that are new or whose kept keys have changed; the others stay where they are."""
+    def _place_new(self, existing: Mapping[torch.Tensor, Mapping[str, Any]] | None = None) -> None:
+        """Place parameters that are new or need more keys; the others stay where they are.
+
+        `existing` is state that new parameters have elsewhere: what stays resident is used where it is.
+        """
+        check_options(self.param_groups)
         wanted = [self._wanted(param, group) for group in self.param_groups for param in group["params"]]
         by_device: dict[torch.device, list[HeldState]] = {}
         for held in wanted:
@@ -108,11 +111,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             None if self.config.host_budget is None else int(self.config.host_budget),
             already_bytes=sum(engine.host_bytes for engine in self._engines.values()),
         )
-        self._signatures = [self.rule.signature(group) for group in self.param_groups]
         for device, states in by_device.items():
             for held, placement in zip(states, plans[device].placements, strict=True):
                 held.placement = placement
-            self._build(device, [held for held in states if held is not self._held.get(held.param)])
+            self._build(device, [held for held in states if held is not self._held.get(held.param)], existing or {})
+        self._signatures = [self.rule.signature(group) for group in self.param_groups]
 
     def _wanted(self, param: torch.Tensor, group: dict[str, Any]) -> HeldState:
         """The state `param` has, or the one it should get."""
@@ -133,12 +136,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         device = held.param.device
         return ParamSize(held.name, str(device), held.nbytes, padded, self.rule.splits(device))
 
-    def _build(self, device: torch.device, states: list[HeldState]) -> None:
+    def _build(
+        self,
+        device: torch.device,
+        states: list[HeldState],
+        existing: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> None:
         engine = self._engines.setdefault(device, Engine(device, self.rule, self.config))
         engine.synchronize("place: the lanes are drained")
         for held in states:
             if held.placement is Placement.RESIDENT:
-                held.allocate_resident()
+                held.allocate_resident(existing.get(held.param, {}))
         engine.add(states)
         group_of = self.group_of()
         for held in states:
@@ -218,14 +226,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for device, device_turns in by_device.items():
                 self._engines[device].run(device_turns)
                 updated = True
+            for turn in turns:
+                copy_back(turn.weight, turn.of.param)
+            # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
+            torch.autograd.graph.increment_version([turn.of.param for turn in turns])
+            self.rule.finish(turns)
         except BaseException as error:
             self._fail(error, updated)
             raise
-        for turn in turns:
-            copy_back(turn.weight, turn.of.param)
-        # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
-        torch.autograd.graph.increment_version([turn.of.param for turn in turns])
-        self.rule.finish(turns)
         self._steps += 1
         now = self._moved_bytes()
         self._last_moved = (now[0] - before[0], now[1] - before[1])
@@ -259,12 +267,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property  # type: ignore[override]
     def state(self) -> state_dicts.StateView:
         """The state of every parameter under torch's names. Reading waits for copies under way."""
-        return self._state_view
+        return state_dicts.StateView(self)
 
     @state.setter
     def state(self, value: Mapping[torch.Tensor, Any]) -> None:
         if self._placed:  # torch's own __init__ assigns an empty one first
-            self._state_view.replace(value)
+            self.state.replace(value)
 
     def state_dict(self) -> dict[str, Any]:
         """A plain torch optimizer state dict, all tensors on the host, without a copy where that is possible."""
@@ -293,7 +301,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             sizes=tuple(self._size_of(one) for one in held),
             placements=tuple(one.placement for one in held),
             slots=sum(self.config.slots for engine in self._engines.values() if engine.planned_slot_bytes),
-            chunk_bytes=int(self.config.chunk_bytes),
             slot_bytes=max((engine.planned_slot_bytes for engine in self._engines.values()), default=0),
         )
 
@@ -351,8 +358,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for number, group in enumerate(self.param_groups):
             options = group if groups is None else groups[number]
             for param in group["params"]:
-                state = HeldState(param, self._names[param], self.rule.keys(param, options), rule=self.rule)
-                state.check(values.get(param, {}))
+                name = self._names.get(param, f"of shape {tuple(param.shape)}")
+                HeldState(param, name, self.rule.keys(param, options), rule=self.rule).check(values.get(param, {}))
 
     def with_class_defaults(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """`groups` of a checkpoint, completed as the optimizer's class completes those of older versions."""
@@ -366,10 +373,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._lost is not None:
             raise StepLostError(self._lost)
 
-    def recover(self) -> None:
-        """Drain everything and forget a lost step: all state is about to be replaced."""
+    def drop_trips(self) -> None:
+        """Drain everything and forget trips of a lost step: all state is about to be replaced."""
         for engine in self._engines.values():
             engine.reset()
+
+    def forget_lost_step(self) -> None:
+        """All state has been replaced."""
         self._lost = None
 
     # Python

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch → update → store over a ring of slots. The only module that moves state. Called by `optimizer.py`.
+"""Fetch → update → store over a ring of slots. The only module that moves state. Called by `engine.py`.
 
 A chunk's trip is ASIDE → FETCHING → STAGED → UPDATING → STORING → ASIDE, or STAGED → ASIDE when it is discarded
 unused. A state is left when its work has been submitted: what has really happened by then is the marks' business.
@@ -10,7 +10,7 @@ Who touches what, and which mark separates them:
 |---|---|---|---|
 | slot | fetch, update | update, store | `fetched`, `updated`; the next fetch into it waits for `slot.free` |
 | arena range | store | fetch | the next fetch of the chunk waits for `stored` |
-| weight | update | the caller | `gradients_ready` before, `weights_ready` after (both in `optimizer.py`) |
+| weight | update | the caller | `gradients_ready` before, `weights_ready` after (both in `engine.py`) |
 """
 
 from __future__ import annotations

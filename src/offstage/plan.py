@@ -39,7 +39,6 @@ class Plan:
     sizes: tuple[ParamSize, ...]
     placements: tuple[Placement, ...]
     slots: int
-    chunk_bytes: int
     slot_bytes: int
     """At most this much per slot: `chunk_bytes`, the largest unsplittable parameter, or all there is."""
 
@@ -96,7 +95,7 @@ def plan_placements(
     streamed = [size for i, size in enumerate(sizes) if i not in resident]
     placements = tuple(Placement.RESIDENT if i in resident else Placement.STREAMED for i in range(len(sizes)))
     slots = config.slots if streamed else 0
-    return Plan(tuple(sizes), placements, slots, chunk_bytes, _slot_bytes(streamed, chunk_bytes))
+    return Plan(tuple(sizes), placements, slots, _slot_bytes(streamed, chunk_bytes))
 
 
 def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:

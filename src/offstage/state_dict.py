@@ -55,28 +55,46 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
         """`optimizer.state = values`: what torch code does to reset an optimizer."""
-        for param in list(self):
-            self[param] = values.get(param, {})
-        for param, value in values.items():
-            self[param] = value
+        optimizer = self._optimizer
+        group_of = optimizer.group_of()
+        for param in values:
+            if param not in group_of:
+                raise ConfigError(
+                    f"The new state is for a tensor of shape {tuple(param.shape)} that is not a parameter of this "
+                    "optimizer; expected its own parameters only. Remove that entry."
+                )
+        optimizer.check_values(values)
+        optimizer.synchronize()
+        with deferred_interrupts():
+            for param, group in group_of.items():
+                optimizer.held(param).load(values.get(param, {}), group)
 
 
 class _ParamView(dict[str, Any]):
-    """One parameter's state. Whatever changes it changes the state where it is kept, or raises."""
+    """One parameter's state. Assigning to it changes the state where it is kept, or raises.
+
+    Its tensors are the state itself, except with split masters: there `master_weight` and `exp_avg_sq` are joined
+    copies, and only assigning them writes them back.
+    """
 
     def __init__(self, view: StateView, param: torch.Tensor, values: dict[str, Any]) -> None:
         super().__init__(values)
         self._view, self._param = view, param
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def _write_through(name: str) -> Callable[..., Any]:
     change = getattr(dict, name)
 
     def changed(self: _ParamView, *args: Any, **kwargs: Any) -> Any:
-        values = dict(self)
-        change(values, *args, **kwargs)
+        values = dict(self._view[self._param])  # as it is now, which may be steps later
+        result = change(values, *args, **kwargs)
         self._view[self._param] = values
-        return change(self, *args, **kwargs)
+        dict.clear(self)
+        dict.update(self, self._view[self._param])
+        return result
 
     return changed
 
@@ -115,15 +133,17 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = pre_hook(optimizer, loaded)
         loaded = loaded if replaced is None else replaced
+    optimizer.follow_groups()
     groups = _checked_groups(optimizer, loaded)
     saved_ids = list(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
     values = {param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)}
     optimizer.check_values(values, groups)
-    optimizer.recover()
+    optimizer.drop_trips()
     with deferred_interrupts():
         _replace_groups(optimizer, groups)
         for param, group in optimizer.group_of().items():
             optimizer.held(param).load(values[param], group)
+        optimizer.forget_lost_step()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -147,7 +167,11 @@ def _replace_groups(optimizer: OffloadedOptimizer, groups: list[dict[str, Any]])
 def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The saved groups with the defaults this torch version adds to old checkpoints."""
     if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
-        raise ConfigError("load_state_dict() expects a dict with 'state' and 'param_groups', as state_dict() returns.")
+        found = sorted(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
+        raise ConfigError(
+            "load_state_dict() expects a dict with 'state' and 'param_groups', as state_dict() returns; found "
+            f"{found}. Pass the optimizer's part of the checkpoint."
+        )
     have, saved = optimizer.param_groups, loaded["param_groups"]
     sizes, saved_sizes = [len(g["params"]) for g in have], [len(g["params"]) for g in saved]
     if sizes != saved_sizes:

@@ -15,12 +15,14 @@ import torch
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
+from offstage.lanes import on_device
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, ParamState, Rule, Share, StateKey, Turn
 
 
 class AdamRule(Rule):
     """Adam (`decoupled=False`) or AdamW (`decoupled=True`)."""
 
+    names = frozenset({MASTER_KEY, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
     needs_all_keys = True
 
     def __init__(self, config: OffloadConfig, *, decoupled: bool) -> None:
@@ -135,7 +137,8 @@ class AdamRule(Rule):
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
         scratch = self._scratch_of(weight.device)
         expected, observed = scratch.prints(state)
-        scratch.kernels.fingerprint(weight, observed)
+        with on_device(weight.device):
+            scratch.kernels.fingerprint(weight, observed)
         return bool(expected == observed)
 
     def _scratch_of(self, device: torch.device) -> _Scratch:
@@ -190,4 +193,4 @@ def _lr_on(lr: float | torch.Tensor, device: torch.device) -> float | torch.Tens
     """A tensor lr is read where it lives: on the host now, on the device by the kernel, without a sync."""
     if isinstance(lr, torch.Tensor) and (lr.device.type == "cpu" or device.type == "cpu"):
         return float(lr)
-    return lr
+    return lr.to(device) if isinstance(lr, torch.Tensor) else lr

@@ -20,7 +20,6 @@ from numba.extending import intrinsic, overload
 
 from offstage.rules.rule import Hyperparameters
 
-_NO_ARRAY = None
 _CODES = {None: 0, "fp32": 1, "split": 2}
 _FACTOR = np.uint64(0x1E3779B97F4A7C15)
 
@@ -210,8 +209,8 @@ def update(
 ) -> None:
     """One piece of one parameter: weight, moments and master in place."""
     w = array_of(weight)
-    fp32_master = array_of(master) if master_kind == "fp32" else _NO_ARRAY
-    low = array_of(master).view(np.uint16) if master_kind == "split" else _NO_ARRAY
+    fp32_master = array_of(master) if master_kind == "fp32" else None
+    low = array_of(master).view(np.uint16) if master_kind == "split" else None
     refresh = fresh
     if prints is not None and not fresh and int(prints[0]) != int(prints[1]):
         refresh = True
@@ -222,7 +221,7 @@ def update(
         array_of(grad),
         array_of(exp_avg),
         array_of(exp_avg_sq),
-        array_of(max_exp_avg_sq) if max_exp_avg_sq is not None else _NO_ARRAY,
+        array_of(max_exp_avg_sq) if max_exp_avg_sq is not None else None,
         fp32_master,
         low,
         refresh,

@@ -38,6 +38,12 @@ def _round_to_bf16_bits(x):
 
 
 @triton.jit
+def _negated(x):
+    """-x for any x. Triton before 3.8 compiles `-x` as `0 - x`, which is +0 for both zeros."""
+    return (x.to(tl.int32, bitcast=True) ^ -0x80000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _narrow(x, dtype: tl.constexpr):
     """`x` (fp32) in `dtype`."""
     if dtype == tl.bfloat16:
@@ -114,15 +120,15 @@ def adamw_kernel(
     step_size = tl.load(coefficients_ptr + 1) + zero
     bias_correction2_sqrt = tl.load(coefficients_ptr + 2) + zero
     if MAXIMIZE:
-        g = -g
+        g = _negated(g)
     if DECAY:
         if DECOUPLED:
-            p = tl.fma(-lr_decay, p, p)
+            p = tl.fma(_negated(lr_decay), p, p)
         else:
             g = tl.fma(p, weight_decay + zero, g)
-    m = tl.fma(b1, m, tl.fma(-b1, g, g))
+    m = tl.fma(b1, m, tl.fma(_negated(b1), g, g))
     g2 = g * g
-    v = tl.fma(b2, v, tl.fma(-b2, g2, g2))
+    v = tl.fma(b2, v, tl.fma(_negated(b2), g2, g2))
     if AMSGRAD:
         largest = tl.load(max_exp_avg_sq_ptr + index, mask=mask, other=0.0).to(tl.float32)
         largest = tl.where(largest < v, v, largest)  # std::max's answer to NaN
@@ -133,7 +139,6 @@ def adamw_kernel(
     denominator = tl.div_rn(root, bias_correction2_sqrt) + eps
     p = p - tl.div_rn(step_size * m, denominator)
 
-    v_kept = _narrow(v, exp_avg_sq_ptr.dtype.element_ty)
     if MASTER == FP32_MASTER:
         tl.store(master_ptr + index, p, mask=mask)
     elif MASTER == SPLIT_MASTER:
@@ -141,10 +146,10 @@ def adamw_kernel(
         low = tl.where(p != p, 0, bits & 0xFFFF)
         tl.store(master_ptr + index, low.to(tl.int16), mask=mask)
         tied_up = (low == 0x8000) & (((bits >> 16) & 1) == 1)
-        v_kept = tl.where(tied_up, -v_kept, v_kept)
+        v = tl.where(tied_up, _negated(v), v)
     tl.store(weight_ptr + index, _narrow(p, weight_ptr.dtype.element_ty), mask=mask)
     tl.store(exp_avg_ptr + index, _narrow(m, exp_avg_ptr.dtype.element_ty), mask=mask)
-    tl.store(exp_avg_sq_ptr + index, v_kept, mask=mask)
+    tl.store(exp_avg_sq_ptr + index, _narrow(v, exp_avg_sq_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["step"])

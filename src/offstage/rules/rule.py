@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: the arithmetic of one optimizer family on pieces of parameters. Called by `optimizer.py`."""
+"""What a rule is: the arithmetic of one optimizer family on pieces of parameters. Called by `engine.py`."""
 
 from __future__ import annotations
 
@@ -108,6 +108,8 @@ class Share:
 class Rule(ABC):
     """One optimizer family. `begin` and `update` run on the update lane."""
 
+    names: frozenset[str] = frozenset({MASTER_KEY})
+    """Everything this family may keep per element under any options, and masters."""
     needs_all_keys = False
     """Whether state that exists at all must have every key; otherwise keys may appear one by one."""
 

@@ -56,6 +56,13 @@ ELEMENTWISE: dict[type[optim.Optimizer], Callable[[Group], tuple[str, ...]]] = {
 WHOLE = (optim.Adafactor, optim.Muon)
 """Classes that look at a whole parameter: chunks end between parameters."""
 
+_WITH_EVERYTHING: Group = {"amsgrad": True, "momentum": 1.0, "centered": True}
+_EVERY_NAME: dict[type[optim.Optimizer], tuple[str, ...]] = {
+    **{cls: names(_WITH_EVERYTHING) for cls, names in ELEMENTWISE.items()},
+    optim.Adafactor: ("row_var", "col_var", "variance"),
+    optim.Muon: ("momentum_buffer",),
+}
+
 
 class TorchRule(Rule):
     """Any supported `torch.optim` class."""
@@ -64,6 +71,7 @@ class TorchRule(Rule):
         self._config = config
         self._class = type(optimizer)
         self._inner = shell_of(optimizer)
+        self.names = frozenset({MASTER_KEY, *_EVERY_NAME[self._class]})
         self._foreign: dict[torch.device, torch.Tensor] = {}
 
     def keys(self, param: torch.Tensor, group: Group) -> tuple[StateKey, ...]:
