@@ -91,13 +91,24 @@ def state(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tenso
     }
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bit for bit: unlike `==`, +0 and -0 differ, and NaN equals NaN."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
+    same = a.contiguous().view(-1).view(integers) == b.contiguous().view(-1).view(integers)
+    return bool((same | (a.isnan() & b.isnan()).reshape(-1)).all())
+
+
 def same_run(
     a: tuple[nn.Module, torch.optim.Optimizer], b: tuple[nn.Module, torch.optim.Optimizer], *, masters: bool = True
 ) -> bool:
     """Equal weights and equal state, bit for bit."""
-    if not all(torch.equal(x, y) for x, y in zip(weights(a[0]), weights(b[0]), strict=True)):
+    if not all(same_bits(x, y) for x, y in zip(weights(a[0]), weights(b[0]), strict=True)):
         return False
     first, second = state(a[1]), state(b[1])
     if not masters:
         first, second = ({k: v for k, v in s.items() if k[1] != "master_weight"} for s in (first, second))
-    return first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    return first.keys() == second.keys() and all(same_bits(first[key], second[key]) for key in first)

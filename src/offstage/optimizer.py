@@ -56,7 +56,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # Initialization
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, config: OffloadConfig) -> None:
-        check_no_duplicates(optimizer.param_groups, names := _names_of(optimizer, model))
+        names = _names_of(optimizer, model)
+        check_no_duplicates(optimizer.param_groups, names)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                check_param(param, names.get(param, f"of shape {tuple(param.shape)}"))
         self.config = config
         self.rule = choose_rule(optimizer, config)
         self._shell = shell_of(optimizer)

@@ -16,6 +16,7 @@ from torch import nn
 import offstage
 from offstage.lanes import use_lanes
 from offstage.lazy_lanes import LazyLanes
+from tests.training import same_bits
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
@@ -136,7 +137,7 @@ def saved_and_loaded(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def assert_same_weights(left: nn.Module, right: nn.Module) -> None:
     for (name, a), b in zip(left.named_parameters(), right.parameters(), strict=True):
         assert a.dtype == b.dtype, name
-        assert torch.equal(a, b), f"{name}: {int((a != b).sum())} of {a.numel()} weights differ"
+        assert same_bits(a.detach(), b.detach()), f"{name}: {int((a != b).sum())} of {a.numel()} weights differ"
 
 
 def assert_same_tree(left: Any, right: Any, path: str = "") -> None:
@@ -144,7 +145,7 @@ def assert_same_tree(left: Any, right: Any, path: str = "") -> None:
     if isinstance(left, torch.Tensor):
         assert isinstance(right, torch.Tensor), path
         assert left.dtype == right.dtype, f"{path}: {left.dtype} and {right.dtype}"
-        assert torch.equal(left, right), f"{path}: {int((left != right).sum())} of {left.numel()} elements differ"
+        assert same_bits(left, right), f"{path}: {int((left != right).sum())} of {left.numel()} elements differ"
     elif isinstance(left, Mapping):
         assert left.keys() == right.keys(), f"{path}: {sorted(map(str, left))} and {sorted(map(str, right))}"
         for key in left:

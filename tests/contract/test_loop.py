@@ -118,7 +118,7 @@ def test_on_with_resident_parameters():
     lanes.log.clear()
     train(model, optimizer, 1)
     trips = "fus" * chunk_count(optimizer)
-    assert re.fullmatch(f"uu{trips}u?", "".join(work[0] for work in lanes.log))
+    assert re.fullmatch(f"uu+{trips}u?", "".join(work[0] for work in lanes.log))
     resident = optimizer.plan.bytes_of(Placement.RESIDENT)
     streamed = optimizer.plan.bytes_of(Placement.STREAMED)
     assert resident > 0
@@ -263,8 +263,7 @@ def test_dropped_optimizers_give_their_memory_back():
     model, optimizer = offloaded_model()
     train(model, optimizer, 1)
     watch = [weakref.ref(optimizer), *(weakref.ref(held.host) for held in optimizer.all_held())]
-    del model, optimizer
-    gc.collect()
+    del model, optimizer  # no garbage collection: nothing refers to itself in a circle
     assert all(ref() is None for ref in watch)
 
 

@@ -9,6 +9,7 @@ import torch
 from benchmarks.bits import CASES, Case, DelayedLanes, mismatches
 from offstage.lanes import Lane, use_lanes
 from offstage.rules.rule import Hyperparameters
+from tests.training import same_bits
 
 STEPS = 30
 DELAYED = ("fp32", "bf16, fp32 masters", "bf16, split masters")
@@ -52,7 +53,9 @@ def test_triton_and_numba_agree() -> None:
     for (dtype, kind), decoupled in itertools.product(cases, (True, False)):
         weight = torch.randn(n).to(dtype)
         master = {None: None, "fp32": weight.float(), "split": torch.zeros(n, dtype=torch.int16)}[kind]
-        host = [weight, torch.randn(n).to(dtype), torch.randn(n) * 1e-3, torch.rand(n) * 1e-6, None, master]
+        seen = torch.rand(n) > 0.2  # some elements never had a gradient
+        grad = torch.where(seen, torch.randn(n), 0.0).to(dtype)
+        host = [weight, grad, torch.randn(n) * 1e-3 * seen, torch.rand(n) * 1e-6 * seen, None, master]
         device = [None if t is None else t.cuda() for t in host]
         for step in range(1, 6):
             coefficients = torch.tensor([3e-4, 1e-3 / step, 0.3 * step])
@@ -75,7 +78,42 @@ def test_triton_and_numba_agree() -> None:
                 )
             for ours, theirs in zip(host, device, strict=True):
                 if ours is not None:
-                    assert torch.equal(ours, theirs.cpu())
+                    assert same_bits(ours, theirs.cpu())
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_every_tie_survives_on_the_device(moments: torch.dtype) -> None:
+    """Masters half-way between two bf16, with exp_avg_sq 0 or not: the bit in its sign is kept, step after step."""
+    from offstage.master_weights import join, split
+    from offstage.rules import adamw_triton
+
+    bits = torch.arange(2**16, dtype=torch.int32) << 16 | 0x8000
+    master = bits.view(torch.float32)
+    master = master[master.isfinite() & (master.abs() < 1e30)]
+    for square in (0.0, 1e-8):
+        weight, low, signed = split(master, torch.full_like(master, square))
+        tensors = [weight, torch.zeros_like(weight), torch.zeros_like(master).to(moments), signed.to(moments)]
+        device = [tensor.cuda() for tensor in tensors]
+        low_device = low.cuda()
+        for _ in range(3):  # nothing to do: the gradient is 0, and there is no weight decay
+            adamw_triton.update(
+                *device,
+                None,
+                low_device,
+                master_kind="split",
+                coefficients=torch.tensor([0.0, 1e-3, 1.0], device="cuda"),
+                prints=(torch.zeros(1, dtype=torch.int64, device="cuda"),) * 2,
+                foreign=torch.zeros(1, dtype=torch.int64, device="cuda"),
+                beta1=0.9,
+                beta2=0.95,
+                weight_decay=0.0,
+                eps=1e-8,
+                maximize=False,
+                decoupled=True,
+                fresh=False,
+            )
+            joined, _ = join(device[0].cpu(), low_device.cpu(), device[3].cpu().float())
+            assert same_bits(joined, master)
 
 
 def test_fingerprints_agree() -> None:

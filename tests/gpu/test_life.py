@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two kinds of device in one optimizer, fork, exit and garbage collection with copies in flight."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -36,12 +37,14 @@ def test_a_forked_child_does_not_disturb_the_arenas() -> None:
             if fork and step == 2:
                 child = os.fork()
                 if child == 0:
+                    del optimizer
+                    gc.collect()
                     os._exit(0)
             for param in params:
                 param.grad = torch.randn_like(param)
             optimizer.step()
         if child:
-            os.waitpid(child, 0)
+            assert os.waitpid(child, 0)[1] == 0
         return [p.detach().cpu() for p in params]
 
     assert all(torch.equal(a, b) for a, b in zip(train(True), train(False), strict=True))

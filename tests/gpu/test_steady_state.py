@@ -33,6 +33,23 @@ def test_slots_bound_device_memory() -> None:
     assert torch.cuda.memory_allocated() - before <= 64 * 1024
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+def test_taking_over_state_causes_no_device_spike(fraction: float) -> None:
+    params = [torch.nn.Parameter(torch.randn(2048, 2048, device="cuda")) for _ in range(8)]
+    plain = torch.optim.AdamW(params, fused=True)
+    for param in params:
+        param.grad = torch.randn_like(param)
+    plain.step()
+    expected = [plain.state[param]["exp_avg"].cpu() for param in params]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer = offstage.offload(plain, fraction=fraction)
+    assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
+    for param, value in zip(params, expected, strict=True):
+        assert torch.equal(optimizer.state[param]["exp_avg"].cpu(), value)
+
+
 def test_loading_causes_no_device_spike() -> None:
     def build() -> tuple[list[torch.nn.Parameter], offstage.OffloadedOptimizer]:
         params = [torch.nn.Parameter(torch.randn(2048, 2048, device="cuda").bfloat16()) for _ in range(8)]
