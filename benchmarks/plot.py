@@ -41,7 +41,6 @@ def streamed_step() -> None:
     axes.spines[["top", "right"]].set_visible(False)
     FIGURES.mkdir(parents=True, exist_ok=True)
     figure.savefig(FIGURES / "streamed_step.svg")
-    figure.savefig(FIGURES / "streamed_step.png", dpi=110)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -25,6 +27,13 @@ from offstage.receipt import StepTimer
 from offstage.rules.rule import Rule, Share, Turn
 
 logger = logging.getLogger("offstage")
+
+
+_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+_kept_in_child: list[Engine] = []
+# A forked child (a DataLoader worker) must not destroy events and streams of its parent's accelerator: torch aborts the
+# process that tries. So the child never lets go of an engine, whatever it drops.
+os.register_at_fork(after_in_child=lambda: _kept_in_child.extend(_alive))
 
 
 class Engine:
@@ -45,6 +54,7 @@ class Engine:
         self._moved_before = (0, 0)
         self._closed = False
         self._foreign = _ForeignWatch(rule, device)
+        _alive.add(self)
 
     def add(self, states: Sequence[HeldState]) -> None:
         """Give streamed parameters their arenas and chunks."""
