@@ -118,8 +118,8 @@ class HeldState(ParamState):
                     f"Parameter {self.name!r} keeps {sorted(known)}; found state {name!r} of shape "
                     f"{tuple(value.shape)}. Load a checkpoint of the same optimizer class and options."
                 )
-        missing = {name for name in known if name not in (MASTER_KEY, MASTER_LOW_KEY)} - values.keys()
-        if self.rule.needs_all_keys and values and missing:
+        missing = self.rule.required - values.keys()
+        if values and missing:
             raise ConfigError(
                 f"Parameter {self.name!r}: the state to load lacks {sorted(missing)}; found {sorted(values)}. "
                 "Load a checkpoint of the same optimizer class and options."
@@ -139,7 +139,7 @@ class HeldState(ParamState):
         for key in self.keys:
             if key.name in values:
                 _copy_into(self.raw(key.name), flat_like(values[key.name], self._like(key)))
-            else:
+            else:  # not there yet (a fresh parameter, an option just switched on): starts at zero, as at the first step
                 self.raw(key.name).zero_()
         self.present = frozenset(names & values.keys())
         if values and {MASTER_KEY, MASTER_LOW_KEY} & names:

@@ -23,7 +23,7 @@ class AdamRule(Rule):
     """Adam (`decoupled=False`) or AdamW (`decoupled=True`)."""
 
     names = frozenset({MASTER_KEY, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
-    needs_all_keys = True
+    required = frozenset({"exp_avg", "exp_avg_sq"})
 
     def __init__(self, config: OffloadConfig, *, decoupled: bool) -> None:
         self._config = config
@@ -120,7 +120,12 @@ class AdamRule(Rule):
     def finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             state = turn.of
-            state.scalars["step"] = torch.tensor(float(turn.step))
+            if "step" in state.scalars:
+                state.scalars["step"].fill_(
+                    turn.step
+                )  # in place: a state dict that was handed out counts on, as in torch
+            else:
+                state.scalars["step"] = torch.tensor(float(turn.step))
             state.present = frozenset(key.name for key in state.keys)
 
     def foreign_weights(self, device: torch.device) -> torch.Tensor | None:

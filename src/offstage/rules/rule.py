@@ -110,8 +110,8 @@ class Rule(ABC):
 
     names: frozenset[str] = frozenset({MASTER_KEY})
     """Everything this family may keep per element under any options, and masters."""
-    needs_all_keys = False
-    """Whether state that exists at all must have every key; otherwise keys may appear one by one."""
+    required: frozenset[str] = frozenset()
+    """What state that exists at all must have. Other keys may appear one by one."""
 
     @abstractmethod
     def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
