@@ -89,34 +89,27 @@ class HeldState(ParamState):
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raise if `values` cannot be this parameter's state. Changes nothing."""
-        known = {key.name: key for key in self.keys}
-        if MASTER_LOW_KEY in known:
-            known[MASTER_KEY] = StateKey(MASTER_KEY, torch.float32)
+        shapes = {key.name: tuple(self.param.shape) if key.shape is None else key.shape for key in self.keys}
+        if shapes.pop(MASTER_LOW_KEY, None) is not None:
+            shapes[MASTER_KEY] = tuple(self.param.shape)
         for name, value in values.items():
-            if name in known and name != MASTER_LOW_KEY:
-                shape = known[name].shape
-                wanted = tuple(self.param.shape) if shape is None else shape
-                if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
-                    kind = "a meta tensor, without data" if value.is_meta else f"of layout {value.layout}"
-                    raise ConfigError(
-                        f"State {name!r} of parameter {self.name!r} is {kind}; expected a dense tensor with data. "
-                        "Load the checkpoint itself, not its skeleton."
-                    )
-                if not isinstance(value, torch.Tensor) or tuple(value.shape) != wanted:
-                    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-                    raise ConfigError(
-                        f"State {name!r} of parameter {self.name!r}: expected shape {wanted}, found {found}. "
-                        "Load a checkpoint of this model, or check the order of the parameters."
-                    )
-            elif isinstance(value, torch.Tensor) and value.is_meta:
+            found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+                kind = "a meta tensor, without data" if value.is_meta else f"of layout {value.layout}"
                 raise ConfigError(
-                    f"State {name!r} of parameter {self.name!r} is a meta tensor, without data. "
+                    f"State {name!r} of parameter {self.name!r} is {kind}; expected a dense tensor with data. "
                     "Load the checkpoint itself, not its skeleton."
                 )
-            elif name not in self.rule.names and isinstance(value, torch.Tensor) and value.numel() != 1:
+            if name in shapes and found != shapes[name]:
                 raise ConfigError(
-                    f"Parameter {self.name!r} keeps {sorted(known)}; found state {name!r} of shape "
-                    f"{tuple(value.shape)}. Load a checkpoint of the same optimizer class and options."
+                    f"State {name!r} of parameter {self.name!r}: expected shape {shapes[name]}, found {found}. "
+                    "Load a checkpoint of this model, or check the order of the parameters."
+                )
+            is_scalar = not isinstance(value, torch.Tensor) or value.numel() == 1
+            if name not in shapes and name not in self.rule.names and not is_scalar:
+                raise ConfigError(
+                    f"Parameter {self.name!r} keeps {sorted(shapes)}; found state {name!r} of shape {found}. "
+                    "Load a checkpoint of the same optimizer class and options."
                 )
         missing = self.rule.required - values.keys()
         if values and missing:

@@ -51,7 +51,11 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        return any(param is other for other in self)
+        try:
+            held = self._optimizer.held(param)  # type: ignore[arg-type]
+        except KeyError:
+            return False
+        return bool(held.present or held.scalars)
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
         """`optimizer.state = values`: what torch code does to reset an optimizer."""
