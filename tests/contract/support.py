@@ -26,6 +26,19 @@ SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 TORCH = {**SMALL, "rule": "torch"}
 """The same with the user's own class doing the arithmetic: the bits are plain torch's."""
 
+MASTERS = {
+    "fp32": {**SMALL, "master_weights": "fp32"},
+    "split": {**SMALL, "master_weights": "split"},
+    "fp32 half": {**SMALL, "master_weights": "fp32", "fraction": 0.5},
+    "split half": {**SMALL, "master_weights": "split", "fraction": 0.5},
+    "fp32 off": {"fraction": 0.0, "master_weights": "fp32"},
+    "split off": {"fraction": 0.0, "master_weights": "split"},
+    "fp32 one chunk": {"min_bytes": 0, "chunk_bytes": "1MiB", "slots": 1},
+}
+"""Plans for bf16 parameters that all keep the same masters."""
+
+TWO_KEYS = {"exp_avg", "exp_avg_sq", "step"}
+
 PLANS: dict[str, dict[str, Any]] = {
     "off": {"fraction": 0.0},
     "half": {**SMALL, "fraction": 0.5},
