@@ -18,6 +18,8 @@ from offstage.errors import ConfigError
 from offstage.lanes import on_device
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, ParamState, Rule, Share, StateKey, Turn
 
+_PRINTS = 256  # fingerprints allocated at once
+
 
 class AdamRule(Rule):
     """Adam (`decoupled=False`) or AdamW (`decoupled=True`)."""
@@ -162,6 +164,7 @@ class _Scratch:
         self._room = 0
         self.reserve(4)
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._unused_prints: list[torch.Tensor] = []
         self._prints: WeakKeyDictionary[ParamState, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
 
     def reserve(self, needed: int) -> None:
@@ -174,7 +177,9 @@ class _Scratch:
     def prints(self, state: ParamState) -> tuple[torch.Tensor, torch.Tensor]:
         """(expected, observed) fingerprints of one parameter's weight."""
         if state not in self._prints:
-            pair = torch.zeros(2, dtype=torch.int64, device=self.device)
+            if not self._unused_prints:  # many at once: the allocator takes 512 bytes for a tensor of 16
+                self._unused_prints = list(torch.zeros(_PRINTS, 2, dtype=torch.int64, device=self.device))
+            pair = self._unused_prints.pop()
             self._prints[state] = (pair[:1], pair[1:])
         return self._prints[state]
 
