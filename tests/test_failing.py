@@ -140,10 +140,37 @@ def test_counters_survive_larger_slots():
 
 
 def test_a_small_group_may_be_added():
-    _, optimizer = make()
+    """Less state than `min_bytes`, so it stays resident; that is no idle plan, since other state is streamed."""
+    optimizer = offstage.offload(torch.optim.AdamW([nn.Parameter(torch.randn(20_000))]))
     small = nn.Parameter(torch.randn(3))
-    object.__setattr__(optimizer.config, "min_bytes", 64 * 1024)
     optimizer.add_param_group({"params": [small]})
     small.grad = torch.ones(3)
     optimizer.step()
     assert optimizer.state[small]["step"] == 1
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_lanes_may_come_later(lazy):
+    """Everything fits in the budget at first; a group added after some steps does not, and is streamed."""
+
+    def run(budget):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(2000).bfloat16())]
+        optimizer = offstage.offload(torch.optim.AdamW(params), min_bytes=0, chunk_bytes="16KiB", slots=2, **budget)
+        for step in range(5):
+            if step == 2:
+                params.append(nn.Parameter(torch.randn(20_000).bfloat16()))
+                optimizer.add_param_group({"params": [params[-1]]})
+            for param in params:
+                param.grad = torch.randn_like(param)
+            optimizer.step()
+        return optimizer, snapshot(params, optimizer)
+
+    _, expected = run({"fraction": 0.0})
+    if lazy:
+        with lazily(2):
+            optimizer, got = run({"device_budget": 120_000})
+    else:
+        optimizer, got = run({"device_budget": 120_000})
+    assert [placement.value for placement in optimizer.plan.placements] == ["resident", "streamed"]
+    assert equal(got, expected)

@@ -279,11 +279,12 @@ class _ForeignWatch:
             # Without lanes nothing is offloaded; on a device the receipt still tells.
             self._seen = counter if self._device.type == "cpu" else None
             return
-        if self._seen is None:
+        if self._lanes is None:  # the first look on lanes; there may have been steps without
             self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type != "cpu")
         elif not lanes.passed(self._arrived):
             return  # the last look has not arrived; the next step looks again
         seen = self._seen
+        assert seen is not None
         self._arrived = lanes.submit(Lane.UPDATE, lambda: _copy_counter(seen, counter), after={}, writes=[seen])
         self._lanes = lanes
 
