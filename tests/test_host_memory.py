@@ -30,6 +30,28 @@ def test_exact_size_and_zero(numel, dtype):
     assert not memory.pinned  # there is no accelerator to register with
 
 
+def test_kernels_that_cannot_populate_pages(monkeypatch):
+    """Linux before 5.14 refuses the advice; the pages are then touched one by one, and are zero all the same."""
+    monkeypatch.setattr(host_memory, "_MADV_POPULATE_WRITE", 9999)
+    memory = arena(30_000_001)
+    assert _resident_bytes(memory) >= memory.nbytes
+    assert not memory.flat.any()
+
+
+def _resident_bytes(memory: Arena) -> int:
+    """What the kernel says is populated of the arena's mapping."""
+    address, inside = memory.flat.data_ptr(), False
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            fields = line.split()
+            if "-" in fields[0] and not fields[0].endswith(":"):
+                low, high = (int(end, 16) for end in fields[0].split("-"))
+                inside = low <= address < high
+            elif inside and fields[0] == "Rss:":
+                return int(fields[1]) * 1024
+    raise AssertionError("the mapping is not there")
+
+
 def test_a_handed_out_tensor_is_the_arena_and_owns_its_storage():
     memory = arena(1_000_000)
     piece = memory.tensor(1024, 1000)

@@ -97,7 +97,7 @@ def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: i
 
 
 def _map_exact(nbytes: int) -> mmap.mmap:
-    # MAP_PRIVATE: a shared mapping (Python's default for -1) gets no huge pages and pins five times slower.
+    # MAP_PRIVATE: a shared mapping (Python's default for -1) gets no huge pages, which makes pinning slow.
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A forked child (a DataLoader worker) must not share these pages: copy-on-write would move them
     # away from under the accelerator's page tables.

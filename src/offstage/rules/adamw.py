@@ -122,12 +122,8 @@ class AdamRule(Rule):
     def finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             state = turn.of
-            if "step" in state.scalars:
-                state.scalars["step"].fill_(
-                    turn.step
-                )  # in place: a state dict that was handed out counts on, as in torch
-            else:
-                state.scalars["step"] = torch.tensor(float(turn.step))
+            # In place: a state dict that was handed out counts on, as in torch.
+            state.scalars.setdefault("step", torch.tensor(0.0)).fill_(turn.step)
             state.present = frozenset(key.name for key in state.keys)
 
     def foreign_weights(self, device: torch.device) -> torch.Tensor | None:

@@ -2,7 +2,7 @@
 """Adam and AdamW for host tensors, in numba: the formula of `adamw_triton.py` with the same roundings.
 
 bf16 travels as uint16 and fp16 as int16, so that the array type alone picks the conversion. The loops index with
-unsigned integers over sliced arrays: with signed ones LLVM does not vectorise them (5x slower). Called by `adamw.py`.
+unsigned integers over sliced arrays: with signed ones LLVM does not vectorise them. Called by `adamw.py`.
 """
 
 from __future__ import annotations
