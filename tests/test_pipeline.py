@@ -2,6 +2,8 @@
 """The ring and the trip of a chunk, checked exhaustively for small cases."""
 
 import itertools
+import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -74,58 +76,73 @@ def make_pipeline(lanes, num_chunks, num_slots):
     return pipeline, HostState(layout, arenas)
 
 
-def interleavings(num_chunks: int, num_slots: int):
-    """Every order of (fetch, then update+store or discard) of each chunk with at most `num_slots` away at once."""
+Order = list[tuple[str, int]]
+AFTER = {"fetch": "staged", "update": "updating", "store": "end", "discard": "end"}
 
-    def extend(done, progress):
-        if all(p == "end" for p in progress):
-            yield done
-        for chunk, p in enumerate(progress):
-            away = sum(q not in ("begin", "end") for q in progress)
-            follows = {
-                "begin": ["fetch"] if away < num_slots else [],
-                "fetch": ["update", "discard"],
-                "update": ["store"],
-            }
-            for move in follows.get(p, []):
-                now = {"fetch": "fetch", "update": "update", "store": "end", "discard": "end"}[move]
-                yield from extend([*done, (move, chunk)], [*progress[:chunk], now, *progress[chunk + 1 :]])
 
-    yield from extend([], ["begin"] * num_chunks)
+def moves(progress: list[str], num_slots: int) -> Order:
+    """What may come next: (move, chunk), with at most `num_slots` chunks away at once."""
+    away = sum(p not in ("begin", "end") for p in progress)
+    allowed = {"begin": ["fetch"] if away < num_slots else [], "staged": ["update", "discard"], "updating": ["store"]}
+    return [(move, chunk) for chunk, p in enumerate(progress) for move in allowed.get(p, [])]
+
+
+def every_order(progress: list[str], num_slots: int) -> Iterator[Order]:
+    if all(p == "end" for p in progress):
+        yield []
+    for move, chunk in moves(progress, num_slots):
+        for rest in every_order([*progress[:chunk], AFTER[move], *progress[chunk + 1 :]], num_slots):
+            yield [(move, chunk), *rest]
+
+
+def random_order(seed: int, num_chunks: int, num_slots: int) -> Order:
+    chance, progress, order = random.Random(seed), ["begin"] * num_chunks, []
+    while options := moves(progress, num_slots):
+        order.append(chance.choice(options))
+        progress[order[-1][1]] = AFTER[order[-1][0]]
+    return order
+
+
+def check_bytes(order: Order, num_chunks: int, num_slots: int, seed: int) -> None:
+    """Run `order` on lazy lanes: an update adds 1 to `a` and doubles `b`, a discard changes nothing."""
+    pipeline, host = make_pipeline(LazyLanes(CPU, seed=seed), num_chunks, num_slots)
+    start = torch.arange(host.arenas["a"].numel, dtype=torch.float32)
+    for arena in host.arenas.values():
+        arena.flat.copy_(start)
+    trips = [Trip(host, chunk, chunk.pieces) for chunk in host.layout.chunks]
+    expected = {key: start.clone() for key in ("a", "b")}
+    for move, chunk in order:
+        trip = trips[chunk]
+        if move == "update":
+
+            def work(trip=trip):
+                trip.staged["a"].add_(1)
+                trip.staged["b"].mul_(2)
+
+            pipeline.update(trip, work)
+            low, high = trip.chunk.ranges["a"]
+            expected["a"][low:high] += 1
+            expected["b"][low:high] *= 2
+        else:
+            getattr(pipeline, move)(trip)
+    pipeline.close()
+    pipeline.lanes.synchronize("test")
+    for key in ("a", "b"):
+        assert torch.equal(host.arenas[key].flat, expected[key]), order
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3])
 @pytest.mark.parametrize("num_chunks", [1, 2, 3])
-def test_every_interleaving_gives_the_same_bytes(num_chunks, num_slots):
-    """Run on the lazy backend with its checker: an update adds 1 to `a` and doubles `b`, a discard changes nothing."""
-    orders = list(interleavings(num_chunks, num_slots))
-    if len(orders) > 400:
-        orders = orders[:: len(orders) // 400]
-    for number, order in enumerate(orders):
-        pipeline, host = make_pipeline(LazyLanes(CPU, seed=number), num_chunks, num_slots)
-        start = torch.arange(host.arenas["a"].numel, dtype=torch.float32)
-        for arena in host.arenas.values():
-            arena.flat.copy_(start)
-        trips = [Trip(host, chunk, chunk.pieces) for chunk in host.layout.chunks]
-        expected = {key: start.clone() for key in ("a", "b")}
-        for move, chunk in order:
-            trip = trips[chunk]
-            if move == "update":
+def test_every_interleaving_gives_the_right_bytes(num_chunks, num_slots):
+    """All orders of fetch, update, store and discard, on the lazy backend with its checker."""
+    for seed, order in enumerate(every_order(["begin"] * num_chunks, num_slots)):
+        check_bytes(order, num_chunks, num_slots, seed)
 
-                def work(trip=trip):
-                    trip.staged["a"].add_(1)
-                    trip.staged["b"].mul_(2)
 
-                pipeline.update(trip, work)
-                low, high = trip.chunk.ranges["a"]
-                expected["a"][low:high] += 1
-                expected["b"][low:high] *= 2
-            else:
-                getattr(pipeline, move)(trip)
-        pipeline.close()
-        pipeline.lanes.synchronize("test")
-        for key in ("a", "b"):
-            assert torch.equal(host.arenas[key].flat, expected[key]), order
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+def test_random_interleavings_of_four_chunks_give_the_right_bytes(num_slots):
+    for seed in range(300):
+        check_bytes(random_order(seed, 4, num_slots), 4, num_slots, seed)
 
 
 def test_only_pieces_with_gradients_move():
