@@ -137,7 +137,6 @@ WAITS = all_waits()
 def test_the_waits_are_these():
     """The list, so that a new wait is a decision someone made."""
     assert WAITS == [
-        "caller: the weights are ready",
         "close: the last copies are done",
         "close: the slot's last store is done",
         "fetch: the chunk's last store is done",
@@ -145,6 +144,7 @@ def test_the_waits_are_these():
         "host: all stores are done",
         "place: the lanes are drained",
         "reset: nothing is under way",
+        "step: the weights are ready",
         "store: the state is updated",
         "update: the gradients are ready",
         "update: the state is fetched",

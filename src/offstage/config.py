@@ -20,6 +20,7 @@ _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", start=1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 MIN_CHUNK_BYTES = 16 * 1024
+WINDOWS = ("auto", "all")
 
 
 def parse_size(value: int | str, field: str) -> int:
@@ -64,6 +65,9 @@ class OffloadConfig:
     device_budget: int | str | None = None
     """Most bytes of state on the device: resident state, slots and window together."""
 
+    device_peak: int | str | None = None
+    """Most bytes of device memory for the whole process: what ``window="auto"`` keeps under."""
+
     host_budget: int | str | None = None
     """Most bytes of host memory for state."""
 
@@ -75,6 +79,21 @@ class OffloadConfig:
     rule: Literal["auto", "torch"] = "auto"
     """``"auto"``: offstage's own kernels for Adam and AdamW, the user's class for the others.
     ``"torch"``: the user's own class does the arithmetic, always."""
+
+    # When
+
+    window: int | str = 0
+    """Extra device bytes in which chunks may wait: fetched ahead during backward, stored late under the next forward.
+    ``"auto"``: what `device_peak` leaves. ``"all"``: all state is on the device for the step and leaves again under
+    the next forward."""
+
+    overlap_forward: bool = False
+    """`step()` does not wait for the updates: each module's forward waits for its own weights, and nothing else does.
+    Needs the model. Code that reads weights outside a forward calls `optimizer.synchronize()` first."""
+
+    update_in_backward: bool = False
+    """Update a chunk as soon as its gradients are final, during backward, and drop those gradients at once. Clip with
+    `optimizer.clip_grad_norm_`; put the backwards of earlier micro-batches under `optimizer.accumulate()`."""
 
     # Formats
 
@@ -97,12 +116,17 @@ class OffloadConfig:
     """Register the arenas with the accelerator. Without it copies run several times slower."""
 
     def __post_init__(self) -> None:
-        for field in ("device_budget", "host_budget", "min_bytes", "chunk_bytes"):
-            if getattr(self, field) is not None:
+        for field in ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window"):
+            if getattr(self, field) not in (None, *(WINDOWS if field == "window" else ())):
                 object.__setattr__(self, field, parse_size(getattr(self, field), field))
         self._check_numbers()
         self._check_choices()
         self._check_contradictions()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether anything happens outside `step()`: only then are there hooks."""
+        return bool(self.window) or self.overlap_forward or self.update_in_backward
 
     @classmethod
     def build(cls, config: OffloadConfig | None, overrides: Mapping[str, Any]) -> OffloadConfig:
@@ -165,6 +189,7 @@ class OffloadConfig:
                 f"fraction=0.0 keeps all state on the device, which contradicts device_budget="
                 f"{format_size(self.device_budget)}. Give one of the two."  # type: ignore[arg-type]
             )
+        self._check_overlap()
         if self.rule == "torch" and self.master_weights == "split":
             raise ConfigError(
                 "master_weights='split' is arithmetic of offstage's own Adam and AdamW rules and contradicts "
@@ -174,4 +199,25 @@ class OffloadConfig:
             raise ConfigError(
                 "state_dtype is a choice of offstage's own Adam and AdamW rules and contradicts rule='torch', "
                 "where the user's class decides. Remove state_dtype, or use rule='auto'."
+            )
+
+    def _check_overlap(self) -> None:
+        for field in ("overlap_forward", "update_in_backward"):
+            if not isinstance(getattr(self, field), bool):
+                raise ConfigError(f"{field} expects True or False; found {getattr(self, field)!r}.")
+        if self.fraction == 0.0 and self.overlaps:
+            raise ConfigError(
+                "fraction=0.0 switches offloading off, which contradicts window, overlap_forward and "
+                "update_in_backward: nothing moves that could overlap. Leave them out, or raise fraction."
+            )
+        if (self.window == "auto") != (self.device_peak is not None):
+            raise ConfigError(
+                "window='auto' is the room that device_peak leaves; expected both or neither, found "
+                f"window={self.window!r} and device_peak={self.device_peak!r}. Give device_peak='40GiB' (what the "
+                "whole process may take), or window as a size."
+            )
+        if self.window in WINDOWS and self.device_budget is not None:
+            raise ConfigError(
+                f"window={self.window!r} decides by itself how much state is on the device, which contradicts "
+                f"device_budget={format_size(int(self.device_budget))}. Give window as a size, or leave one out."
             )

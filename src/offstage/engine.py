@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One device's part of a step: resident parameters updated in place, chunks sent through the pipeline.
 
-Owns the device's lanes, pipeline and arenas. Called by `optimizer.py`. Without streamed parameters none of the three
-exists and the update runs on the caller's stream.
+Owns the device's lanes, pipeline and arenas. Called by `optimizer.py` and `overlap.py`. Without streamed parameters
+none of the three exists and the update runs on the caller's stream.
+
+A step is a round: gradients are taken (`take`), all at `step()` or one by one during backward; chunks go on their
+trips (`advance`, and `flush` for all that is left); and before anyone reads a weight the caller's stream waits for
+its update (`settle`), at the end of `step()` or as late as in the next forward.
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from offstage.config import OffloadConfig, format_size
 from offstage.errors import OffstageError
+from offstage.flat import copy_back
 from offstage.held_state import HeldState
 from offstage.host_memory import Arena
-from offstage.lanes import Lane, Lanes, Mark, lanes_for, on_device
-from offstage.layout import make_layout
+from offstage.lanes import Lane, Lanes, Mark, Place, lanes_for, on_device
+from offstage.layout import Chunk, Layout, make_layout
 from offstage.pipeline import HostState, Pipeline, Trip
 from offstage.plan import Placement
 from offstage.receipt import StepTimer
@@ -34,6 +40,40 @@ _kept_in_child: list[Engine] = []
 # A forked child (a DataLoader worker) must not destroy events and streams of its parent's accelerator: torch aborts the
 # process that tries. So the child never lets go of an engine, whatever it drops.
 os.register_at_fork(after_in_child=lambda: _kept_in_child.extend(_alive))
+
+
+@dataclass(eq=False)
+class Pending:
+    """A parameter whose updates have all been given to the lanes and which the caller's stream has not waited for."""
+
+    turn: Turn
+    updated: Mark
+    """Its last update."""
+    order: int
+    """Updates follow each other on one lane: whoever has waited for a larger number has waited for this one."""
+    place: Place
+    """The stream in whose order the gradient's memory goes back."""
+    kept: torch.Tensor | None
+    """Speculative: the weights before."""
+
+
+@dataclass(eq=False)
+class _Round:
+    """What one step has got so far."""
+
+    to_spare: bool
+    """Speculative: state goes to the spare arenas and old weights are kept."""
+    ready: dict[HeldState, Turn] = field(default_factory=dict)
+    left: dict[HeldState, int] = field(default_factory=dict)
+    """Chunks that have still to be updated."""
+    done: set[Chunk] = field(default_factory=set)
+    places: dict[HeldState, Place] = field(default_factory=dict)
+    kept: dict[HeldState, torch.Tensor] = field(default_factory=dict)
+    """Speculative: the weights before."""
+
+
+_Member = tuple[HostState, list[HeldState], Chunk]
+"""A chunk, and whose state it is."""
 
 
 class Engine:
@@ -51,9 +91,16 @@ class Engine:
         self._lanes: Lanes | None = None
         self._pipeline: Pipeline | None = None
         self._hosts: list[tuple[HostState, list[HeldState]]] = []
+        self._chunks_of: dict[HeldState, list[_Member]] = {}
+        self._round: _Round | None = None
+        self.pending: dict[HeldState, Pending] = {}
+        self._order = 0
+        self._last_update: Mark = None
+        self._last_ready: set[HeldState] = set()
         self._moved_before = (0, 0)
         self._closed = False
         self._foreign = _ForeignWatch(rule, device)
+        self._window_cut = False
         _alive.add(self)
 
     def add(self, states: Sequence[HeldState]) -> None:
@@ -81,9 +128,15 @@ class Engine:
         keep = set(live)
         for host, members in self._hosts:
             if keep.isdisjoint(members):
-                for arena in host.arenas.values():
+                for arena in (*host.arenas.values(), *host.spare.values()):
                     arena.close()
         self._hosts = [(host, members) for host, members in self._hosts if not keep.isdisjoint(members)]
+        self._chunks_of = {}
+        for host, members in self._hosts:
+            for chunk in host.layout.chunks:
+                for piece in chunk.pieces:
+                    if members[piece.index] in keep:
+                        self._chunks_of.setdefault(members[piece.index], []).append((host, members, chunk))
 
     def _make_host_state(self, members: Sequence[HeldState]) -> HostState:
         keys = members[0].keys
@@ -94,14 +147,17 @@ class Engine:
             chunk_bytes=int(self._config.chunk_bytes),
             split=self._rule.splits(self.device),
         )
-        arenas = {
-            key.name: Arena(layout.arena_numel[key.name], key.dtype, self.device, pin=self._config.pin_memory)
-            for key in keys
-        }
-        host = HostState(layout, arenas)
+        host = HostState(layout, {})
+        host.arenas = self._arenas(layout, {key.name: key.dtype for key in keys})
         for index, held in enumerate(members):
             held.host, held.index = host, index
         return host
+
+    def _arenas(self, layout: Layout, dtypes: Mapping[str, torch.dtype]) -> dict[str, Arena]:
+        return {
+            key: Arena(layout.arena_numel[key], dtype, self.device, pin=self._config.pin_memory)
+            for key, dtype in dtypes.items()
+        }
 
     # Runtime
 
@@ -125,29 +181,15 @@ class Engine:
             raise
 
     def run(self, turns: Sequence[Turn]) -> None:
-        """Update the parameters of `turns`. The caller's stream waits for the weights, the host for nothing."""
-        if self._pipeline is None or self._lanes is None or self.timer is None:
+        """Take `turns`, and update everything taken so far that is not under way yet. The host waits for nothing."""
+        if self._pipeline is None:
             with on_device(self.device):
                 self._run_on_caller(turns)
             return
-        lanes = self._lanes
-        self.timer.start()
-        buffers = [tensor for turn in turns for tensor in (turn.weight, turn.grad)] if lanes.checks else []
-        lanes.touch(writes=buffers)
-        gradients_ready = lanes.mark()
-        weights_ready = lanes.submit(
-            Lane.UPDATE,
-            lambda: self._rule.begin(self.device, turns),
-            # Once for all updates: they follow on the same lane.
-            after={"update: the gradients are ready": gradients_ready},
-        )
-        weights_ready = self._update_resident(lanes, turns) or weights_ready
-        weights_ready = self._update_streamed(self._pipeline, turns) or weights_ready
-        self._foreign.look(lanes)
-        lanes.wait(weights_ready, "caller: the weights are ready")
-        lanes.touch(writes=buffers)
-        self.updating = False
-        self.timer.stop()
+        if turns or self._round is not None:
+            self.take(turns)
+            self.flush()
+            self._end_round()
 
     def _run_on_caller(self, turns: Sequence[Turn]) -> None:
         """Everything is resident: no lanes, nothing to wait for."""
@@ -157,6 +199,86 @@ class Engine:
             self._rule.update(shares)
         self.updating = False
         self._foreign.look(None)
+        self._finish(turns)
+
+    def take(self, turns: Sequence[Turn], *, to_spare: bool = False) -> None:
+        """The gradients of `turns` are final. Opens a round if there is none."""
+        lanes, timer = self._lanes, self.timer
+        assert lanes is not None
+        assert timer is not None
+        if self._round is None:
+            self._round = _Round(to_spare)
+            timer.start()
+        if not turns:
+            return
+        round = self._round
+        for turn in turns:
+            self._register(round, turn)
+        buffers = [tensor for turn in turns for tensor in (turn.weight, turn.grad)] if lanes.checks else []
+        lanes.touch(writes=buffers)
+        begun = lanes.submit(
+            Lane.UPDATE,
+            functools.partial(self._begin, round, turns),
+            # Once for all updates of these turns: they follow on the same lane.
+            after={"update: the gradients are ready": lanes.mark()},
+            reads=[turn.weight for turn in turns if _held(turn) in round.kept],
+            writes=[round.kept[_held(turn)] for turn in turns if _held(turn) in round.kept],
+        )
+        for turn in turns:
+            if not round.left[_held(turn)]:  # it has no elements
+                self._add_pending(turn, begun)
+
+    def _register(self, round: _Round, turn: Turn) -> None:
+        assert self._lanes is not None
+        held = _held(turn)
+        resident = held.placement is Placement.RESIDENT
+        round.ready[held] = turn
+        round.left[held] = 1 if resident else len(self._chunks_of.get(held, ()))
+        round.places[held] = self._lanes.here()
+        if round.to_spare and not resident:
+            round.kept[held] = self._lanes.empty(turn.weight.nbytes).view(turn.weight.dtype)
+
+    def _begin(self, round: _Round, turns: Sequence[Turn]) -> None:
+        self._rule.begin(self.device, turns)
+        for turn in turns:
+            if _held(turn) in round.kept:
+                round.kept[_held(turn)].copy_(turn.weight)
+                self._rule.remember(self.device, turn)
+
+    def advance(self, held: HeldState) -> None:
+        """Update the chunks of `held` for which all gradients are there."""
+        round = self._round
+        assert round is not None
+        if held.placement is Placement.RESIDENT:
+            self._update_resident([round.ready[held]])
+        for host, members, chunk in self._chunks_of.get(held, ()):
+            everyone = (members[piece.index] for piece in chunk.pieces)
+            if chunk not in round.done and all(one in round.ready for one in everyone if one.param.requires_grad):
+                self._update_chunk(host, members, chunk)
+
+    def flush(self) -> None:
+        """Update everything that was taken and is not under way yet, in the order in which forward needs it."""
+        round = self._round
+        assert round is not None
+        self._update_resident([turn for held, turn in round.ready.items() if round.left[held]])
+        for host, members in self._hosts:
+            for chunk in host.layout.chunks:
+                wanted = round.to_spare or any(members[piece.index] in round.ready for piece in chunk.pieces)
+                if wanted and chunk not in round.done:
+                    self._update_chunk(host, members, chunk)
+
+    def _end_round(self) -> None:
+        assert self._lanes is not None
+        assert self.timer is not None
+        assert self._round is not None
+        if self._round.to_spare:
+            for host, _ in self._hosts:
+                host.flip()
+        self._last_ready = set(self._round.ready)
+        self._round = None
+        self._foreign.look(self._lanes)
+        self.updating = False
+        self.timer.stop()
 
     def _batches(self, turns: Sequence[Turn]) -> Iterable[list[Share]]:
         """Resident parameters, about `chunk_bytes` of state at a time: a rule may need temporary memory for each."""
@@ -172,46 +294,169 @@ class Engine:
         if batch:
             yield batch
 
-    def _update_resident(self, lanes: Lanes, turns: Sequence[Turn]) -> Mark | None:
-        last = None
+    def _update_resident(self, turns: Sequence[Turn]) -> None:
+        round = self._round
+        assert self._lanes is not None
+        assert round is not None
         for shares in self._batches(turns):
             self.updating = True
             state = [tensor for share in shares for tensor in share.state.values()]
-            last = lanes.submit(
+            updated = self._lanes.submit(
                 Lane.UPDATE,
                 functools.partial(self._rule.update, shares),
                 after={},
                 reads=[share.grad for share in shares],
                 writes=[*(share.weight for share in shares), *state],
             )
-        return last
+            for share in shares:
+                round.left[_held(share.turn)] = 0
+                self._add_pending(share.turn, updated)
 
-    def _update_streamed(self, pipeline: Pipeline, turns: Sequence[Turn]) -> Mark | None:
-        last = None
-        for trip, trip_turns in self._trips({_held(turn): turn for turn in turns}):
+    def _update_chunk(self, host: HostState, members: list[HeldState], chunk: Chunk) -> None:
+        """One chunk's trip. Parameters without a gradient do not move, unless the whole chunk goes to the spare set."""
+        round, pipeline = self._round, self._pipeline
+        assert round is not None
+        assert pipeline is not None
+        ready = [piece for piece in chunk.pieces if members[piece.index] in round.ready]
+        trip = Trip(host, chunk, chunk.pieces if round.to_spare else ready, round.to_spare)
+        if not pipeline.take_staged(trip):
             pipeline.fetch(trip)
-            shares = [
-                Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece))
-                for piece, turn in zip(trip.pieces, trip_turns, strict=True)
-            ]
-            self.updating = True
-            pipeline.update(
-                trip,
-                functools.partial(self._rule.update, shares),
-                weights=[share.weight for share in shares],
-                grads=[share.grad for share in shares],
-            )
-            pipeline.store(trip)
-            last = trip.updated
-        return last
+        turns = [round.ready[members[piece.index]] for piece in ready]
+        shares = [
+            Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece))
+            for piece, turn in zip(ready, turns, strict=True)
+        ]
+        self.updating = True
+        pipeline.update(
+            trip,
+            functools.partial(self._rule.update, shares),
+            weights=[share.weight for share in shares],
+            grads=[share.grad for share in shares],
+        )
+        pipeline.store(trip)
+        round.done.add(chunk)
+        self._last_update = trip.updated
+        for turn in turns:
+            round.left[_held(turn)] -= 1
+            if not round.left[_held(turn)]:
+                self._add_pending(turn, trip.updated)
 
-    def _trips(self, by_state: dict[HeldState, Turn]) -> Iterable[tuple[Trip, list[Turn]]]:
-        """The chunks that have something to update. Parameters without a gradient do not move."""
+    # The window
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(len(host.layout.chunks) for host, _ in self._hosts)
+
+    def widen(self, window_slots: int) -> None:
+        """Let `window_slots` more chunks be on the device. Without memory for them the window stays smaller."""
+        if self._pipeline is None or self._pipeline.window_slots >= window_slots:
+            return
+        try:
+            self._pipeline.widen(window_slots)
+        except torch.OutOfMemoryError:
+            if not self._window_cut:
+                logger.warning(
+                    "%s has memory for %d window slots of %s instead of %d; chunks are fetched later",
+                    self.device,
+                    self._pipeline.window_slots,
+                    format_size(self._pipeline.slot_bytes),
+                    window_slots,
+                )
+            self._window_cut = True
+
+    def narrow(self, window_slots: int) -> None:
+        """Give the memory of window slots back, behind their stores, until `window_slots` are left."""
+        if self._pipeline is not None:
+            self._pipeline.narrow(window_slots)
+
+    def fetch_ahead(self) -> None:
+        """Fetch chunks that the next step needs, in its order, as far as the window has room."""
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.room_ahead <= 0:
+            return
         for host, members in self._hosts:
             for chunk in host.layout.chunks:
-                pieces = [piece for piece in chunk.pieces if members[piece.index] in by_state]
-                if pieces:
-                    yield Trip(host, chunk, pieces), [by_state[members[piece.index]] for piece in pieces]
+                wanted = [piece for piece in chunk.pieces if self._is_expected(members[piece.index])]
+                trip = Trip(host, chunk, wanted)
+                if wanted and trip.key not in pipeline.staged:
+                    if pipeline.room_ahead <= 0:
+                        return
+                    pipeline.fetch_ahead(trip)
+
+    def _is_expected(self, held: HeldState) -> bool:
+        """Whether the next step will probably update it: what had no gradient the last time is not fetched."""
+        return held in self._last_ready if self._last_ready else held.param.requires_grad
+
+    def discard_staged(self) -> None:
+        """What was fetched ahead is not needed, or no longer the newest."""
+        if self._pipeline is not None:
+            self._pipeline.discard_staged()
+
+    def add_spare(self) -> None:
+        """A second set of arenas, for speculative updates."""
+        for host, _ in self._hosts:
+            if not host.spare:
+                host.spare = self._arenas(host.layout, {key: arena.dtype for key, arena in host.arenas.items()})
+
+    @property
+    def lanes(self) -> Lanes | None:
+        return self._lanes
+
+    def capturing(self) -> bool:
+        return self._lanes is not None and self._lanes.capturing()
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """(allocated now, most so far) on the device."""
+        return self._lanes.memory() if self._lanes is not None else (0, 0)
+
+    # Settling
+
+    def _add_pending(self, turn: Turn, updated: Mark) -> None:
+        round, held = self._round, _held(turn)
+        assert round is not None
+        self._order += 1
+        self.pending[held] = Pending(turn, updated, self._order, round.places[held], round.kept.get(held))
+
+    def settle(self, states: Iterable[HeldState], reason: str) -> None:
+        """Make the caller's stream wait for the updates of `states`; then their gradients may go."""
+        due = [self.pending.pop(held) for held in states if held in self.pending]
+        if not due or self._lanes is None or self.timer is None:
+            return
+        with self.timer.exposed():
+            for place in {pending.place for pending in due}:
+                last = max((pending for pending in due if pending.place == place), key=lambda pending: pending.order)
+                self._lanes.wait(last.updated, reason, also=place)
+        turns = [pending.turn for pending in due]
+        if self._lanes.checks:
+            self._lanes.touch(writes=[tensor for turn in turns for tensor in (turn.weight, turn.grad)])
+        for pending in due:
+            if pending.kept is not None:
+                self._lanes.drop(pending.kept)
+        self._finish(turns)
+
+    def revert(self) -> None:
+        """The round's speculative updates do not count: weights are as before, and so is the state on the host."""
+        round, lanes = self._round, self._lanes
+        if round is None or lanes is None:
+            return
+        assert round.to_spare
+        lanes.wait(self._last_update, "redo: the speculative updates are done")
+        for held, kept in round.kept.items():
+            turn = round.ready[held]
+            if lanes.checks:
+                lanes.touch(writes=[turn.weight, turn.grad, kept])
+            turn.weight.copy_(kept)
+            lanes.drop(kept)
+            self.pending.pop(held, None)
+        self._rule.revert(self.device, list(round.ready.values()))
+        self._round = None
+        self.updating = False
+
+    def _finish(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            copy_back(turn.weight, turn.of.param)
+        self._rule.finish(turns)
 
     # Reading
 
@@ -228,6 +473,8 @@ class Engine:
         if self._pipeline is not None:
             self.synchronize("reset: nothing is under way")
             self._pipeline.reset()
+        self.pending.clear()
+        self._round = None
         self.updating = False
 
     def close(self) -> None:

@@ -25,6 +25,8 @@ import torch
 
 Mark = Any
 """A point in a lane that others can wait for. Opaque; made by `submit` and `mark`."""
+Place = Any
+"""Which stream is the caller's. Opaque; made by `here`."""
 Buffers = Sequence[torch.Tensor]
 
 
@@ -61,8 +63,16 @@ class Lanes(ABC):
         """A mark after everything the caller's stream has been given so far."""
 
     @abstractmethod
-    def wait(self, mark: Mark, reason: str) -> None:
-        """Make the caller's stream wait for `mark`."""
+    def wait(self, mark: Mark, reason: str, also: Place = None) -> None:
+        """Make the caller's stream wait for `mark`, and the stream at `also` if that is another one."""
+
+    @abstractmethod
+    def wait_on_host(self, mark: Mark, reason: str) -> None:
+        """Make the host wait for `mark`: only where it has to decide something."""
+
+    def here(self) -> Place:
+        """The caller's stream: what it allocates is handed on in its order."""
+        return None
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -72,6 +82,9 @@ class Lanes(ABC):
     def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
         """Give `tensor`'s memory back behind `after`. The caller drops its own reference."""
 
+    def drop(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """The same for memory whose last use the stream that allocated it has already waited for."""
+
     @abstractmethod
     def synchronize(self, reason: str) -> None:
         """Make the host wait for every lane (not for the caller's stream)."""
@@ -79,6 +92,14 @@ class Lanes(ABC):
     @abstractmethod
     def passed(self, mark: Mark) -> bool:
         """Whether everything before `mark` is done. Never waits."""
+
+    def capturing(self) -> bool:
+        """Whether the caller's stream is being captured into a graph: then nothing outside may be waited for."""
+        return False
+
+    def memory(self) -> tuple[int, int]:
+        """(allocated now, most so far) on the device, by the whole process."""
+        return 0, 0
 
     @abstractmethod
     def stamp(self, lane: Lane) -> Any:
@@ -116,15 +137,31 @@ class AcceleratorLanes(Lanes):
         for mark in after.values():
             if mark is not None:
                 stream.wait_event(mark)
-        with stream:
+        with stream, _span(lane):
             work()
         return stream.record_event()
 
     def mark(self) -> Mark:
         return self._caller().record_event()
 
-    def wait(self, mark: Mark, reason: str) -> None:
-        self._caller().wait_event(mark)
+    def wait(self, mark: Mark, reason: str, also: Place = None) -> None:
+        caller = self._caller()
+        caller.wait_event(mark)
+        if also is not None and also != caller:
+            also.wait_event(mark)
+
+    def wait_on_host(self, mark: Mark, reason: str) -> None:
+        mark.synchronize()
+
+    def here(self) -> Place:
+        return self._caller()
+
+    def capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def memory(self) -> tuple[int, int]:
+        device = self.device.index
+        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -134,6 +171,9 @@ class AcceleratorLanes(Lanes):
     def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
         # The allocator hands memory on in the order of the stream that allocated it: that one must wait.
         self._allocated_on.pop(tensor.data_ptr()).wait_event(after)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self._allocated_on.pop(tensor.data_ptr(), None)
 
     def synchronize(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -177,7 +217,10 @@ class ImmediateLanes(Lanes):
     def mark(self) -> Mark:
         return None
 
-    def wait(self, mark: Mark, reason: str) -> None:
+    def wait(self, mark: Mark, reason: str, also: Place = None) -> None:
+        pass
+
+    def wait_on_host(self, mark: Mark, reason: str) -> None:
         pass
 
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -197,6 +240,13 @@ class ImmediateLanes(Lanes):
 
     def elapsed_ms(self, start: float, stop: float) -> float:
         return (stop - start) * 1e3
+
+
+def _span(lane: Lane) -> contextlib.AbstractContextManager[Any]:
+    """A named span for profilers; free when none is looking."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"offstage: {lane.value}")
+    return contextlib.nullcontext()
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

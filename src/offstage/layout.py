@@ -29,7 +29,7 @@ class Piece:
     """The piece is all of its parameter. Only then may a key have another number of elements than the parameter."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """Pieces that are fetched, updated and stored together: one range in each arena."""
 

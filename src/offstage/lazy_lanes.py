@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offstage.happens_before import Clock, HappensBefore, join
-from offstage.lanes import Buffers, Lane, Lanes
+from offstage.lanes import Buffers, Lane, Lanes, Place
 
 _POISON_BYTE = 0xA5
 
@@ -92,10 +92,15 @@ class LazyLanes(Lanes):
         clock = self._tick("caller")
         return _Work(Lane.CALLER, _nothing, [], dict(clock), done=True)
 
-    def wait(self, mark: _Work, reason: str) -> None:
+    def wait(self, mark: _Work, reason: str, also: Place = None) -> None:
         if self.waits.keeps(reason):
             self._force([mark])
             join(self._clocks["caller"], mark.clock)
+
+    def wait_on_host(self, mark: _Work, reason: str) -> None:
+        if self.waits.keeps(reason):
+            self._force([mark])
+            join(self._clocks["host"], mark.clock)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         tensor = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8, device=self.device)
@@ -104,6 +109,9 @@ class LazyLanes(Lanes):
 
     def release(self, tensor: torch.Tensor, after: _Work, reason: str) -> None:
         self.wait(after, reason)
+        self.drop(tensor)
+
+    def drop(self, tensor: torch.Tensor) -> None:
         self.touch(writes=[tensor])
         tensor.view(-1).view(torch.uint8).fill_(_POISON_BYTE)
 

@@ -3,13 +3,15 @@
 
 Read this first. `step()` reads gradients and hyperparameters afresh (`_take_turns`), then for each device gives
 resident parameters and chunks to the lanes (`Engine.run` in `engine.py`), and makes the caller's stream wait for the
-new weights. Everything that reads state drains the lanes first.
+new weights. Everything that reads state drains the lanes first. What happens outside `step()`, if the config asks for
+it, is in `overlap.py`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +19,21 @@ import torch
 from offstage import state_dict as state_dicts
 from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_options, check_param
 from offstage.config import OffloadConfig
+from offstage.dropped_gradient import DroppedGradient
 from offstage.engine import Engine
-from offstage.errors import OffloadIneffectiveError, OffstageError, StepLostError
-from offstage.flat import copy_back, flat_like
+from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
+from offstage.flat import flat_like
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.interrupts import deferred_interrupts
 from offstage.lanes import Lane
 from offstage.layout import padded_bytes
+from offstage.overlap import Overlap
 from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
 from offstage.receipt import Receipt
 from offstage.rules import choose_rule, shell_of
 from offstage.rules.rule import Turn
+from offstage.speculation import Norm, Speculation
 
 logger = logging.getLogger("offstage")
 
@@ -42,7 +47,8 @@ def offload(
     """Keep `optimizer`'s state in host memory and bring it to the device for its own update.
 
     The optimizer given is consumed: its class, groups, hooks and any state it has are taken over, and its `step`
-    raises from then on. `model` gives parameters their names in messages. `overrides` are fields of `OffloadConfig`.
+    raises from then on. `model` gives parameters their names in messages, and the cues in forward that
+    `overlap_forward` needs. `overrides` are fields of `OffloadConfig`.
     """
     check_optimizer(optimizer, model)
     return OffloadedOptimizer(optimizer, model, OffloadConfig.build(config, overrides))
@@ -70,13 +76,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._signatures: list[Any] = []
         self._lost: str | None = None
         self._steps = 0
+        self._skipped = 0
+        self._round = 0
+        self._moved_until = (0, 0)
         self._last_moved = (0, 0)
+        self._norm: Norm | None = None
+        self.speculation = Speculation()
+        self._overlap: Overlap | None = None
         self._placed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the user's list: schedulers made before offload() write to it
         self.check_values(optimizer.state)
         self._place_new(optimizer.state)
         self._placed = True
+        if config.overlaps:
+            self._overlap = Overlap(self, model)
         self._take_over(optimizer)
         logger.info("%s: %s", type(optimizer).__name__, self.plan.summary())
 
@@ -120,6 +134,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 held.placement = placement
             self._build(device, [held for held in states if held is not self._held.get(held.param)], existing or {})
         self._signatures = [self.rule.signature(group) for group in self.param_groups]
+        if self._overlap is not None:
+            self._overlap.bind()
 
     def _wanted(self, param: torch.Tensor, group: dict[str, Any]) -> HeldState:
         """The state `param` has, or the one it should get."""
@@ -174,8 +190,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.follow_groups()
+        if self._norm is not None and not self._norm_allows():
+            return loss
+        if self._updated_early:
+            self._check_options()
         turns = self._take_turns()
-        if turns:
+        if turns or self._updated_early:
             for engine in self._engines.values():
                 engine.prepare()
             with deferred_interrupts():
@@ -183,9 +203,59 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Make the host wait until all state is where it lives. Reading `state` or `state_dict()` does this itself."""
+        """Make the host and the caller's stream wait until all weights and state are new and where they live.
+
+        Reading `state`, `state_dict()` or `model.state_dict()` does this itself; with `overlap_forward`, other reads of
+        weights outside a forward (an EMA, logging) need it.
+        """
         for engine in self._engines.values():
+            engine.settle(list(engine.pending), "synchronize: the weights are ready")
             engine.synchronize("host: all stores are done")
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within: gradients are not final. For the backwards of all micro-batches but the last."""
+        with self._overlap.accumulate() if self._overlap is not None else contextlib.nullcontext():
+            yield
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over this optimizer's parameters, with the same bits, in every mode.
+
+        Returns the norm before clipping. If it is not finite, the next `step()` changes nothing.
+        """
+        early = self._overlap.gradients if self._overlap is not None else {}
+        if self._updated_early and not self.speculation.active:
+            raise OffstageError(
+                "clip_grad_norm_() was called for the first time after updates in backward had been made without it. "
+                "Expected it in every iteration from the first on, so that update_in_backward can keep the old weights."
+            )
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [early.get(param, param.grad) for param in params]
+        device = gradients[0].device if gradients else None
+        lanes = self._engines[device].lanes if device is not None else None
+        self._norm = Norm(gradients, max_norm, norm_type, lanes)
+        if not self.speculation.active:
+            self._norm.clip(params)
+        return self._norm.total
+
+    def prefetch(self) -> None:
+        """Fetch as much state as `window` allows, now: for frameworks that place the trips by hand.
+
+        What Megatron calls reloading optimizer states. Nothing needs it: backward does it by itself.
+        """
+        if self._overlap is None or not self.config.window:
+            raise ConfigError("prefetch() fetches into the window; found window=0. Use window='all', or a size.")
+        self.check_not_lost()
+        for engine in self._engines.values():
+            engine.prepare()
+            self._overlap.prefetch(engine)
+
+    def evict(self) -> None:
+        """Give the window's memory back, behind the last stores. What was fetched and not used is dropped."""
+        for engine in self._engines.values():
+            engine.discard_staged()
+            engine.narrow(0)
 
     def follow_groups(self) -> None:
         """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
@@ -197,57 +267,83 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._place_new()
 
     def _take_turns(self) -> list[Turn]:
-        """Everything this step depends on, read and checked now; nothing has moved yet."""
+        """Everything this step depends on, read and checked now; nothing of it has moved yet."""
+        if not self._updated_early:
+            self.begin_round()
+        for engine in self._engines.values():  # gradients that were assigned by hand, without a forward
+            engine.settle([h for h in engine.pending if not self._is_early(h)], "step: the last update is done")
         turns = []
         for number, group in enumerate(self.param_groups):
-            options = {name: value for name, value in group.items() if name != "params"}
+            options = self._options(group)
             for param in group["params"]:
-                if param.grad is None:
-                    continue
-                held = self._held[param]
-                held.check_unmoved()
-                check_grad(param, param.grad, held.name)
-                turns.append(
-                    Turn(
-                        held,
-                        options,
-                        number,
-                        step=self.rule.next_step(held),
-                        fresh=not held.present and not held.scalars,
-                        weight=flat_like(param, param),
-                        grad=flat_like(param.grad, param),
-                    )
-                )
+                if param.grad is not None and not isinstance(param.grad, DroppedGradient):
+                    turns.append(self._turn(self._held[param], number, options))
         return turns
 
+    def _turn(self, held: HeldState, number: int, options: dict[str, Any]) -> Turn:
+        param = held.param
+        held.check_unmoved()
+        assert param.grad is not None
+        check_grad(param, param.grad, held.name)
+        return Turn(
+            held,
+            options,
+            number,
+            step=self.rule.next_step(held),
+            fresh=not held.present and not held.scalars,
+            weight=flat_like(param, param),
+            grad=flat_like(param.grad, param),
+            round=self._round,
+        )
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group's hyperparameters as they are now; lanes read them later, so a tensor lr is copied."""
+        options = {name: value for name, value in group.items() if name != "params"}
+        if isinstance(options.get("lr"), torch.Tensor) and self.config.overlaps:
+            options["lr"] = options["lr"].detach().clone()
+        return options
+
     def _run(self, turns: list[Turn]) -> None:
-        by_device: dict[torch.device, list[Turn]] = {}
+        by_device: dict[torch.device, list[Turn]] = {device: [] for device in self._engines}
         for turn in turns:
-            by_device.setdefault(turn.of.param.device, []).append(turn)
-        before = self._moved_bytes()
-        updated = False
+            by_device[turn.of.param.device].append(turn)
+        updated = self._updated_early
         try:
             for device, device_turns in by_device.items():
                 self._engines[device].run(device_turns)
                 updated = True
-            for turn in turns:
-                copy_back(turn.weight, turn.of.param)
             # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
             torch.autograd.graph.increment_version([turn.of.param for turn in turns])
-            self.rule.finish(turns)
+            self._end_step(turns)
         except BaseException as error:
             self._fail(error, updated)
             raise
         self._steps += 1
         now = self._moved_bytes()
-        self._last_moved = (now[0] - before[0], now[1] - before[1])
+        self._last_moved = (now[0] - self._moved_until[0], now[1] - self._moved_until[1])
+        self._moved_until = now
         self._prove_effect(turns)
+
+    def _end_step(self, turns: list[Turn]) -> None:
+        """Wait for the weights that must be ready now."""
+        self.speculation.hits += self.speculation.active
+        self.speculation.active = False
+        late: set[HeldState] = set()
+        if self._overlap is not None:
+            late = self._overlap.end_step(turns)
+        for engine in self._engines.values():
+            engine.settle([held for held in engine.pending if held not in late], "step: the weights are ready")
+        if self._norm is not None:
+            self.speculation.decide(self._norm.within)
+            if self.config.update_in_backward and not self.speculation.clips:
+                budget = self.config.host_budget
+                self.speculation.arm(list(self._engines.values()), None if budget is None else int(budget))
+            self._norm = None
 
     def _fail(self, error: BaseException, updated: bool) -> None:
         """Nothing updated yet: all is as before the step. Otherwise the step is lost, and says so from now on."""
         lost = updated or any(engine.updating for engine in self._engines.values())
-        for engine in self._engines.values():
-            engine.reset()
+        self.drop_trips()
         if lost:
             self._lost = (
                 f"Step {self._steps + 1} failed after some weights had been updated ({type(error).__name__}: {error}); "
@@ -265,6 +361,74 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "no byte moved in this step. This is a defect in offstage; please report it with the plan: "
                 f"{self.plan.summary()}"
             )
+
+    # For `overlap.py`
+
+    @property
+    def _updated_early(self) -> bool:
+        return self._overlap is not None and bool(self._overlap.turns)
+
+    def _is_early(self, held: HeldState) -> bool:
+        return self._overlap is not None and held.param in self._overlap.turns
+
+    def begin_round(self) -> None:
+        """A step begins, with its first update."""
+        self._round += 1
+        self.speculation.active = False
+
+    def turn_of(self, held: HeldState) -> Turn:
+        """The turn of a parameter whose gradient is final."""
+        for number, group in enumerate(self.param_groups):
+            if any(param is held.param for param in group["params"]):
+                return self._turn(held, number, self._options(group))
+        raise OffstageError(f"Parameter {held.name!r} is no longer in a parameter group; expected it in one.")
+
+    def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[HeldState]]]:
+        """The states of `params`, by device."""
+        states = [self._held[param] for param in params if param in self._held]
+        for device in {held.param.device for held in states}:
+            yield self._engines[device], [held for held in states if held.param.device == device]
+
+    def _norm_allows(self) -> bool:
+        """Whether the step may be made. A speculative one whose gradients must be clipped is taken back first."""
+        norm = self._norm
+        assert norm is not None
+        norm.wait()
+        if norm.finite and (norm.within or not self.speculation.active):
+            return True
+        if self.speculation.active:
+            self._take_back()
+        if norm.finite:
+            norm.clip([p for group in self.param_groups for p in group["params"] if p.grad is not None])
+            return True
+        self._skipped += 1
+        self._norm = None
+        logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
+        return False
+
+    def _check_options(self) -> None:
+        """Updates in backward used the hyperparameters of that moment: they must be those of the step."""
+        assert self._overlap is not None
+        if not self._overlap.options_changed():
+            return
+        if self.speculation.active:
+            self._take_back()
+            return
+        self.drop_trips()
+        self._lost = (
+            "A hyperparameter changed between backward and step(), after update_in_backward=True had updated weights "
+            "with the old one; expected the same from the first gradient to step(). Call schedulers after step(). "
+            "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
+        )
+        raise StepLostError(self._lost)
+
+    def _take_back(self) -> None:
+        """Weights and gradients are again as before the speculative updates."""
+        assert self._overlap is not None
+        self.speculation.misses += 1
+        for engine in self._engines.values():
+            engine.revert()
+        self._overlap.give_gradients_back()
 
     # State
 
@@ -336,6 +500,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give back slots and pinned memory, after the last copy. State that was handed out stays readable."""
+        if self._overlap is not None:
+            self._overlap.remove()
+        for engine in self._engines.values():
+            engine.settle(list(engine.pending), "close: the weights are ready")
         for engine in self._engines.values():
             engine.close()
 
@@ -380,7 +548,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def drop_trips(self) -> None:
         """Drain everything and forget trips of a lost step: all state is about to be replaced."""
         for engine in self._engines.values():
+            engine.settle(list(engine.pending), "load: the weights are ready")
             engine.reset()
+        if self._overlap is not None:
+            self._overlap.forget()
+        self.speculation.active, self._norm = False, None
 
     def forget_lost_step(self) -> None:
         """All state has been replaced."""

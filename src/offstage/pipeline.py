@@ -10,14 +10,17 @@ Who touches what, and which mark separates them:
 |---|---|---|---|
 | slot | fetch, update | update, store | `fetched`, `updated`; the next fetch into it waits for `slot.free` |
 | arena range | store | fetch | the next fetch of the chunk waits for `stored` |
-| weight | update | the caller | `gradients_ready` before, `weights_ready` after (both in `engine.py`) |
+| weight | update | the caller | a mark when its gradient is taken, `Pending.updated` after (both in `engine.py`) |
+
+Slots beyond the ring's own number are the window: chunks fetched ahead wait there (`staged`), and stores that are
+late leave from there.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -57,6 +60,13 @@ class Ring:
     def state(self, chunk: object) -> ChunkState:
         return self._state.get(chunk, ChunkState.ASIDE)
 
+    def add(self, slot: int) -> None:
+        self.free.append(slot)
+
+    def remove(self) -> int:
+        """The free slot whose last store is the oldest, to be given back."""
+        return self.free.popleft()
+
     def advance(self, chunk: object, to: ChunkState) -> None:
         """Move `chunk` on; taking a slot when it leaves and giving it back when it is aside again."""
         now = self.state(chunk)
@@ -78,10 +88,16 @@ class HostState:
     layout: Layout
     arenas: dict[str, Arena]
     stored: dict[int, Mark] = field(default_factory=dict)
+    spare: dict[str, Arena] = field(default_factory=dict)
+    """A second set, where speculative updates go (`speculation.py`)."""
 
     @property
     def nbytes(self) -> int:
-        return sum(arena.nbytes for arena in self.arenas.values())
+        return sum(arena.nbytes for arena in (*self.arenas.values(), *self.spare.values()))
+
+    def flip(self) -> None:
+        """Every chunk has been stored to the spare set: it is the state from now on."""
+        self.arenas, self.spare = self.spare, self.arenas
 
 
 @dataclass(eq=False)
@@ -99,6 +115,8 @@ class Trip:
     host: HostState
     chunk: Chunk
     pieces: Sequence[Piece]
+    to_spare: bool = False
+    """Store to the spare set: then what was fetched stays untouched on the host."""
     staged: dict[str, torch.Tensor] = field(default_factory=dict)
     """From FETCHING on: each key's part of the slot."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -135,18 +153,67 @@ class Pipeline:
         self.ring = Ring(num_slots)
         self.bytes_fetched = 0
         self.bytes_stored = 0
-        self._slots: list[Slot] = []
+        self.staged: dict[tuple[int, int], Trip] = {}
+        """Trips fetched ahead of their update."""
+        self._slots: dict[int, Slot] = {}
+        self._made = 0
 
     @property
     def device_bytes(self) -> int:
-        return sum(slot.buffer.nbytes for slot in self._slots)
+        return sum(slot.buffer.nbytes for slot in self._slots.values())
 
     def prepare(self) -> None:
         """Allocate the slots, once. Before anything moves, so that running out of memory loses nothing."""
         while len(self._slots) < self.num_slots:
-            buffer = self.lanes.empty(self.slot_bytes)
-            # The memory may have just been freed by work still queued on the caller's stream.
-            self._slots.append(Slot(buffer, free=self.lanes.mark()))
+            self._make_slot()
+
+    @property
+    def window_slots(self) -> int:
+        """Slots that exist beyond the ring's own number."""
+        return max(0, len(self._slots) - self.num_slots)
+
+    def widen(self, window_slots: int) -> None:
+        """Allocate until the window has `window_slots`."""
+        self.prepare()
+        while self.window_slots < window_slots:
+            self._make_slot()
+            self.ring.add(self._made - 1)
+
+    def narrow(self, window_slots: int) -> None:
+        """Give memory back, behind the oldest stores, until the window has `window_slots` or no slot is free."""
+        while self.window_slots > window_slots and self.ring.free:
+            slot = self._slots.pop(self.ring.remove())
+            self.lanes.release(slot.buffer, slot.free, "window: the slot's last store is done")
+
+    def _make_slot(self) -> None:
+        buffer = self.lanes.empty(self.slot_bytes)
+        # The memory may have just been freed by work still queued on the caller's stream.
+        self._slots[self._made] = Slot(buffer, free=self.lanes.mark())
+        self._made += 1
+
+    @property
+    def room_ahead(self) -> int:
+        """How many chunks may be fetched ahead now: the ring's own slots stay free for the others."""
+        return len(self.ring.free) - self.num_slots if self._slots else 0
+
+    def fetch_ahead(self, trip: Trip) -> None:
+        """ASIDE → STAGED, to wait there for its update."""
+        self.fetch(trip)
+        self.staged[trip.key] = trip
+
+    def take_staged(self, trip: Trip) -> bool:
+        """Continue the trip of the same chunk that was fetched ahead, if there is one; fetching pieces it lacks."""
+        ahead = self.staged.pop(trip.key, None)
+        if ahead is None:
+            return False
+        lacking = [piece for piece in trip.pieces if piece not in ahead.pieces]
+        trip.staged, trip.copies, trip.fetched = ahead.staged, ahead.copies, ahead.fetched
+        if lacking:
+            more = Trip(trip.host, trip.chunk, lacking, staged=ahead.staged)
+            self._copy_in(more, free=None)
+            trip.copies, trip.fetched = ahead.copies + more.copies, more.fetched
+        trip.pieces = sorted({*ahead.pieces, *lacking}, key=lambda piece: (piece.index, piece.start))
+        return True
 
     def state_of(self, trip: Trip, piece: Piece) -> dict[str, torch.Tensor]:
         """The piece's state in the slot that holds its chunk."""
@@ -162,24 +229,27 @@ class Pipeline:
         self.ring.advance(trip.key, ChunkState.FETCHING)
         slot = self._slots[self.ring.slot_of[trip.key]]
         trip.staged = _staged(trip, slot.buffer)
-        trip.copies = _copies(trip)
+        self._copy_in(trip, free=slot.free)
+        self.ring.advance(trip.key, ChunkState.STAGED)
+
+    def _copy_in(self, trip: Trip, *, free: Mark | None) -> None:
+        copies = trip.copies = _copies(trip, trip.host.arenas)
 
         def copy_in() -> None:
-            for host, device in trip.copies:
+            for host, device in copies:
                 device.copy_(host, non_blocking=True)
 
         trip.fetched = self.lanes.submit(
             Lane.FETCH,
             copy_in,
             after={
-                "fetch: the slot is free": slot.free,
+                "fetch: the slot is free": free,
                 "fetch: the chunk's last store is done": trip.host.stored.get(trip.chunk.number),
             },
             reads=[host for host, _ in trip.copies],
             writes=[device for _, device in trip.copies],
         )
         self.bytes_fetched += sum(host.nbytes for host, _ in trip.copies)
-        self.ring.advance(trip.key, ChunkState.STAGED)
 
     def update(
         self,
@@ -203,20 +273,21 @@ class Pipeline:
         """UPDATING → ASIDE; the slot is free again behind the store."""
         self.ring.advance(trip.key, ChunkState.STORING)
         slot = self._slots[self.ring.slot_of[trip.key]]
+        copies = _copies(trip, trip.host.spare) if trip.to_spare else trip.copies
 
         def copy_out() -> None:
-            for host, device in trip.copies:
+            for host, device in copies:
                 host.copy_(device, non_blocking=True)
 
         stored = self.lanes.submit(
             Lane.STORE,
             copy_out,
             after={"store: the state is updated": trip.updated},
-            reads=[device for _, device in trip.copies],
-            writes=[host for host, _ in trip.copies],
+            reads=[device for _, device in copies],
+            writes=[host for host, _ in copies],
         )
         slot.free = trip.host.stored[trip.chunk.number] = stored
-        self.bytes_stored += sum(host.nbytes for host, _ in trip.copies)
+        self.bytes_stored += sum(host.nbytes for host, _ in copies)
         self.ring.advance(trip.key, ChunkState.ASIDE)
 
     def discard(self, trip: Trip) -> None:
@@ -225,13 +296,22 @@ class Pipeline:
         slot.free = trip.fetched
         self.ring.advance(trip.key, ChunkState.ASIDE)
 
+    def discard_staged(self) -> None:
+        """Nothing that was fetched ahead is needed."""
+        for trip in self.staged.values():
+            self.discard(trip)
+        self.staged.clear()
+
     def reset(self) -> None:
         """Forget trips under way, after the lanes have been drained: what is on the host is what counts."""
-        self.ring = Ring(self.num_slots)
+        self.staged.clear()
+        self.ring = Ring(0)
+        for slot in self._slots or range(self.num_slots):
+            self.ring.add(slot)
 
     def close(self) -> None:
         """Give the slots' memory back, behind the last store from each."""
-        for slot in self._slots:
+        for slot in self._slots.values():
             self.lanes.release(slot.buffer, slot.free, "close: the slot's last store is done")
         self._slots.clear()
 
@@ -246,9 +326,10 @@ def _staged(trip: Trip, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     return views
 
 
-def _copies(trip: Trip) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _copies(trip: Trip, arenas: Mapping[str, Arena]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(host, device) slices to copy between, one per key and run."""
     pairs = []
     for key, view in trip.staged.items():
-        flat, base = trip.host.arenas[key].flat, trip.chunk.ranges[key][0]
+        flat, base = arenas[key].flat, trip.chunk.ranges[key][0]
         pairs += [(flat[a:b], view[a - base : b - base]) for a, b in trip.runs(key)]
     return pairs

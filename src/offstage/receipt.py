@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,11 +65,19 @@ class StepTimer:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._start: Any = None
+        self._waits: list[tuple[Any, Any]] = []
         self._stops: dict[Lane, Any] = {}
 
     def start(self) -> None:
         """The caller's stream reaches the step: the gradients are ready."""
         self._start = self._lanes.stamp(Lane.CALLER)
+
+    @contextlib.contextmanager
+    def exposed(self) -> Iterator[None]:
+        """The caller's stream waits for updates within."""
+        before = self._lanes.stamp(Lane.CALLER)
+        yield
+        self._waits.append((before, self._lanes.stamp(Lane.CALLER)))
 
     def stop(self) -> None:
         self._stops = {lane: self._lanes.stamp(lane) for lane in Lane}

@@ -19,6 +19,7 @@ from offstage.lanes import on_device
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, ParamState, Rule, Share, StateKey, Turn
 
 _PRINTS = 256  # fingerprints allocated at once
+_ROWS = 8  # coefficients for as many (group, step) at first
 
 
 class AdamRule(Rule):
@@ -66,21 +67,23 @@ class AdamRule(Rule):
     def begin(self, device: torch.device, turns: Sequence[Turn]) -> None:
         """Bias corrections and lr are turned into coefficients here, on the device, one row per (group, step)."""
         scratch = self._scratch_of(device)
+        scratch.follow(turns[0].round)
         groups = {(turn.group_number, turn.step): turn.group for turn in turns}
-        scratch.reserve(len(groups))
-        scratch.rows = dict(zip(groups, scratch.coefficients, strict=False))
+        new = [key for key in groups if key not in scratch.rows]
+        if not new:
+            return
         scratch.kernels.coefficients(
-            scratch.inputs,
-            scratch.coefficients,
+            scratch.inputs_for(len(new)),
+            scratch.add_rows(new),
             [
                 Hyperparameters(
-                    lr=_lr_on(group["lr"], device),
-                    beta1=float(group["betas"][0]),
-                    beta2=float(group["betas"][1]),
-                    weight_decay=float(group["weight_decay"]),
-                    step=step,
+                    lr=_lr_on(groups[key]["lr"], device),
+                    beta1=float(groups[key]["betas"][0]),
+                    beta2=float(groups[key]["betas"][1]),
+                    weight_decay=float(groups[key]["weight_decay"]),
+                    step=key[1],
                 )
-                for (_, step), group in groups.items()
+                for key in new
             ],
         )
 
@@ -95,8 +98,9 @@ class AdamRule(Rule):
         scratch = self._scratch_of(weight.device)
         kind = turn.of.master_kind
         prints = scratch.prints(turn.of) if kind == "split" else None
-        if prints is not None and share.first and not turn.fresh:
+        if prints is not None and turn.updated == 0 and not turn.fresh:
             scratch.kernels.fingerprint(turn.weight, prints[1])
+        turn.updated += weight.numel()
         scratch.kernels.update(
             weight,
             share.grad,
@@ -106,7 +110,7 @@ class AdamRule(Rule):
             state.get(MASTER_KEY, state.get(MASTER_LOW_KEY)),
             master_kind=kind,
             coefficients=scratch.rows[turn.group_number, turn.step],
-            prints=prints,
+            prints=prints[:2] if prints is not None else None,
             foreign=scratch.foreign,
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
@@ -116,7 +120,7 @@ class AdamRule(Rule):
             decoupled=self._decoupled or group["decoupled_weight_decay"],
             fresh=turn.fresh,
         )
-        if prints is not None and share.last:
+        if prints is not None and turn.updated == turn.weight.numel():
             scratch.kernels.fingerprint(turn.weight, prints[0])
 
     def finish(self, turns: Sequence[Turn]) -> None:
@@ -125,6 +129,23 @@ class AdamRule(Rule):
             # In place: a state dict that was handed out counts on, as in torch.
             state.scalars.setdefault("step", torch.tensor(0.0)).fill_(turn.step)
             state.present = frozenset(key.name for key in state.keys)
+
+    def remember(self, device: torch.device, turn: Turn) -> None:
+        scratch = self._scratch_of(device)
+        if scratch.remembered != turn.round:
+            scratch.foreign_before.copy_(scratch.foreign)
+            scratch.remembered = turn.round
+        if turn.of.master_kind == "split":
+            expected, _, before = scratch.prints(turn.of)
+            before.copy_(expected)
+
+    def revert(self, device: torch.device, turns: Sequence[Turn]) -> None:
+        scratch = self._scratch_of(device)
+        scratch.foreign.copy_(scratch.foreign_before)
+        for turn in turns:
+            if turn.of.master_kind == "split":
+                expected, _, before = scratch.prints(turn.of)
+                expected.copy_(before)
 
     def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
         return self._scratch[device].foreign if device in self._scratch else None
@@ -139,7 +160,7 @@ class AdamRule(Rule):
 
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
         scratch = self._scratch_of(weight.device)
-        expected, observed = scratch.prints(state)
+        expected, observed, _ = scratch.prints(state)
         with on_device(weight.device):
             scratch.kernels.fingerprint(weight, observed)
         return bool(expected == observed)
@@ -157,26 +178,46 @@ class _Scratch:
         self.device = device
         self.kernels = _kernels_for(device)
         self.foreign = torch.zeros(1, dtype=torch.int64, device=device)
-        self._room = 0
-        self.reserve(4)
+        self.foreign_before = torch.zeros(1, dtype=torch.int64, device=device)
+        self.remembered = -1
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._round = -1
+        self._coefficients = torch.empty(_ROWS, 3, dtype=torch.float32, device=device)
+        self._inputs = torch.empty(5, _ROWS, dtype=torch.float32, device=device)
         self._unused_prints: list[torch.Tensor] = []
-        self._prints: WeakKeyDictionary[ParamState, tuple[torch.Tensor, torch.Tensor]] = WeakKeyDictionary()
+        self._prints: WeakKeyDictionary[ParamState, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
+            WeakKeyDictionary()
+        )
 
-    def reserve(self, needed: int) -> None:
-        """Make room for one row per distinct (group, step). Grows rarely: groups usually step together."""
-        if needed > self._room:
-            self._room = 2 * needed
-            self.coefficients = torch.empty(self._room, 3, dtype=torch.float32, device=self.device)
-            self.inputs = torch.empty(5, self._room, dtype=torch.float32, device=self.device)
+    def follow(self, round: int) -> None:
+        """Rows are of one step: the next one begins with none."""
+        if round != self._round:
+            self._round = round
+            self.rows = {}
 
-    def prints(self, state: ParamState) -> tuple[torch.Tensor, torch.Tensor]:
-        """(expected, observed) fingerprints of one parameter's weight."""
+    def add_rows(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Room for the coefficients of `keys`. Grows rarely: groups usually step together."""
+        first = len(self.rows)
+        if first + len(keys) > len(self._coefficients):  # the rows in use keep the old table alive
+            room = 2 * (first + len(keys))
+            self._coefficients = torch.empty(room, 3, dtype=torch.float32, device=self.device)
+        table = self._coefficients[first : first + len(keys)]
+        self.rows.update(zip(keys, table, strict=True))
+        return table
+
+    def inputs_for(self, count: int) -> torch.Tensor:
+        """Room for what `count` rows are made from."""
+        if count > self._inputs.shape[1]:
+            self._inputs = torch.empty(5, 2 * count, dtype=torch.float32, device=self.device)
+        return self._inputs
+
+    def prints(self, state: ParamState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Fingerprints of one parameter's weight: (expected, observed, expected before a speculative update)."""
         if state not in self._prints:
-            if not self._unused_prints:  # many at once: the allocator takes 512 bytes for a tensor of 16
-                self._unused_prints = list(torch.zeros(_PRINTS, 2, dtype=torch.int64, device=self.device))
-            pair = self._unused_prints.pop()
-            self._prints[state] = (pair[:1], pair[1:])
+            if not self._unused_prints:  # many at once: the allocator takes 512 bytes for a tensor of 24
+                self._unused_prints = list(torch.zeros(_PRINTS, 3, dtype=torch.int64, device=self.device))
+            cells = self._unused_prints.pop()
+            self._prints[state] = (cells[:1], cells[1:2], cells[2:])
         return self._prints[state]
 
 

@@ -73,6 +73,10 @@ class Turn:
     weight: torch.Tensor
     grad: torch.Tensor
     """All of the parameter and of its gradient, flat, in the parameter's memory order."""
+    round: int = 0
+    """Which step of the optimizer, counting those that were taken back."""
+    updated: int = 0
+    """How many elements have been updated; counted on the update lane."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """What the update made of the parameter's scalars."""
     created: frozenset[str] = frozenset()
@@ -122,7 +126,7 @@ class Rule(ABC):
         """Whether chunks may split parameters on `device` without changing a bit."""
 
     def begin(self, device: torch.device, turns: Sequence[Turn]) -> None:  # noqa: B027
-        """Once per step and device, before any `update`."""
+        """Before the first update of `turns`. All turns of one step and device are of one `round`."""
 
     @abstractmethod
     def update(self, shares: Sequence[Share]) -> None:
@@ -130,7 +134,13 @@ class Rule(ABC):
 
     @abstractmethod
     def finish(self, turns: Sequence[Turn]) -> None:
-        """Once per successful step: advance what counts steps."""
+        """Once per parameter and step, after its last update: advance what counts steps."""
+
+    def remember(self, device: torch.device, turn: Turn) -> None:  # noqa: B027
+        """Before a speculative update, on the update lane: keep what the rule itself has on `device` for `turn`."""
+
+    def revert(self, device: torch.device, turns: Sequence[Turn]) -> None:  # noqa: B027
+        """The speculative updates of `turns` do not count: bring back what was remembered."""
 
     def signature(self, group: dict[str, Any]) -> Any:
         """What of a group's hyperparameters decides which state is kept: if it changes, state is laid out anew."""

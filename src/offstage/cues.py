@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cues: hooks on parameters and modules that tell a listener where training is. Used by `overlap.py`.
+
+- *gradient ready*: a parameter's gradient has been accumulated (`register_post_accumulate_grad_hook`);
+- *forward*: a module is about to run, so its own parameters are about to be read. A compiled module is one region:
+  nothing inside it runs Python, so its cue stands at the boundary and is for all parameters within;
+- *read*: a module's state dict is about to be read or loaded.
+
+Hooks know the listener weakly, and copies of a model (deepcopy, pickle) are not bound to anything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Listener(Protocol):
+    """Who acts on cues."""
+
+    def gradient_ready(self, param: torch.Tensor) -> None:
+        """`param.grad` has been accumulated; more may come."""
+
+    def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
+        """`params` are about to be read by the forward of `module`."""
+
+    def before_read(self, params: Sequence[torch.Tensor]) -> None:
+        """`params` are about to be read, or written, as a whole."""
+
+
+class Cues:
+    """The hooks of one listener on one model. `remove()` takes all of them off again."""
+
+    def __init__(self, listener: Listener, model: nn.Module | None) -> None:
+        self._listener = weakref.ref(listener)
+        self._handles: list[Any] = []
+        self._bound: set[torch.Tensor] = set()
+        self._model = weakref.ref(model) if model is not None else None
+        self.module_of: dict[torch.Tensor, str] = {}
+        """The module whose forward reads each parameter, by name; for messages."""
+        self.regions = 0
+        # Whoever drops the optimizer without closing it leaves no hooks behind.
+        weakref.finalize(listener, _remove_all, self._handles)
+
+    def bind(self, params: Sequence[torch.Tensor]) -> None:
+        """Hook `params` and the modules that own them. Those bound before stay as they are."""
+        new = [param for param in params if param not in self._bound]
+        for param in new:
+            if param.requires_grad and param.is_leaf:
+                hook = _Hook(self._listener, "gradient_ready", ())
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        model = self._model() if self._model is not None else None
+        if model is not None and new:
+            wanted = set(new)
+            for name, module, owned in _regions(model):
+                ours = [param for param in owned if param in wanted]
+                if ours:
+                    self._bind_module(name, module, ours)
+        self._bound.update(new)
+
+    def _bind_module(self, name: str, module: nn.Module, params: list[torch.Tensor]) -> None:
+        self.module_of.update((param, name) for param in params)
+        self.regions += 1
+        forward = _Hook(self._listener, "before_forward", (params, name))
+        if module._compiled_call_impl is not None:
+            # Compiled in place: a hook would be traced into the region, so the call itself is wrapped.
+            self._handles.append(_WrappedCall(module, forward))
+        else:
+            # First of all hooks: others may read the weights.
+            self._handles.append(module.register_forward_pre_hook(forward, prepend=True))
+        for owner in module.modules() if _is_compiled(module) else [module]:
+            read = _Hook(self._listener, "before_read", (params,))
+            self._handles.append(owner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
+            self._handles.append(owner.register_load_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
+
+    def remove(self) -> None:
+        """Leave no hook behind."""
+        _remove_all(self._handles)
+        self._bound.clear()
+
+
+class _Hook:
+    """A hook that calls one method of the listener, if that still exists. A copy does nothing."""
+
+    def __init__(self, listener: weakref.ref[Listener], method: str, arguments: tuple[Any, ...]) -> None:
+        self._listener, self._method, self._arguments = listener, method, arguments
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # inside a region compiled after offload(): nothing here can run (see `Overlap.check_waited`)
+        listener = self._listener()
+        if listener is not None:
+            getattr(listener, self._method)(*(self._arguments or args[:1]))
+
+    def __reduce__(self) -> Any:
+        return _make_ignoring, ()
+
+
+def _make_ignoring() -> Callable[..., None]:
+    return _ignore
+
+
+def _ignore(*args: Any) -> None:
+    pass
+
+
+class _WrappedCall:
+    """The call of a module compiled in place, with a cue in front; `remove` puts the call back."""
+
+    def __init__(self, module: nn.Module, cue: _Hook) -> None:
+        self._module, self._inner = weakref.ref(module), module._compiled_call_impl
+        inner = self._inner
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            cue()
+            return inner(*args, **kwargs)  # type: ignore[misc]
+
+        module._compiled_call_impl = call
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is not None:
+            module._compiled_call_impl = self._inner
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # `torch.compile(module)` is a module around `_orig_mod`; `module.compile()` sets the call.
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def _regions(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[torch.Tensor]]]:
+    """Modules whose call is a cue, with the parameters they are a cue for."""
+    seen: set[nn.Module] = set()
+    stack: list[tuple[str, nn.Module]] = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        compiled = _is_compiled(module)
+        params: list[torch.Tensor] = list(module.parameters(recurse=compiled))
+        if params:
+            yield name or type(module).__name__, module, params
+        if not compiled:
+            children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+            stack.extend(reversed(list(children)))

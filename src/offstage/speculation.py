@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact clipping together with `update_in_backward`. Used by `optimizer.py`.
+
+The norm of all gradients is known only when backward is over, so the updates in backward are made as if nothing had to
+be clipped, into a second set of arenas and with the old weights kept. If the norm turns out within `max_norm`, the
+second set becomes the state by a flip; otherwise the weights come back and the step is made from the untouched state
+with clipped gradients. Either way the bits are those of clipping first.
+
+`Norm` is one call of `clip_grad_norm_`; `Speculation` decides whether the next round speculates.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from offstage.config import format_size
+from offstage.engine import Engine
+from offstage.errors import HostMemoryError
+from offstage.host_memory import check_host_memory
+from offstage.lanes import Lanes, Mark
+
+logger = logging.getLogger("offstage")
+
+_PATIENCE = 8.0
+"""About as many steps decide whether speculation pays."""
+_PAYS_FROM, _PAYS_UNTIL = 0.4, 0.2
+"""Share of steps within `max_norm`. A hit saves about half an iteration, a miss costs about a tenth of one."""
+
+
+class Norm:
+    """The total norm of one step's gradients, and what torch makes of it."""
+
+    def __init__(self, gradients: Sequence[torch.Tensor], max_norm: float, norm_type: float, lanes: Lanes | None):
+        self.total = get_total_norm(gradients, norm_type)
+        self.max_norm = float(max_norm)
+        # Written as in torch.nn.utils.clip_grads_with_norm_, so that "nothing is clipped" means the same.
+        coefficient = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
+        self._lanes = lanes
+        on_device = self.total.device.type != "cpu"
+        self._seen = torch.empty(2, dtype=torch.float32, pin_memory=on_device)
+        self._seen.copy_(torch.stack([self.total, coefficient]), non_blocking=True)
+        self._arrived: Mark = None
+        if lanes is not None:
+            lanes.touch(writes=[self._seen])
+            self._arrived = lanes.mark()
+
+    def clip(self, params: Sequence[torch.Tensor]) -> None:
+        """Scale the gradients of `params` as torch does."""
+        clip_grads_with_norm_(params, self.max_norm, self.total)
+
+    def wait(self) -> None:
+        """The one host wait of a step."""
+        if self._lanes is not None:
+            self._lanes.wait_on_host(self._arrived, "step: the norm is known")
+            self._lanes.touch_on_host(reads=[self._seen])
+        elif self.total.device.type != "cpu":
+            torch.accelerator.synchronize(self.total.device)
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(float(self._seen[0]))
+
+    @property
+    def within(self) -> bool:
+        """Clipping changes no gradient."""
+        return float(self._seen[1]) == 1.0
+
+
+class Speculation:
+    """Whether updates in backward are made, given that the loop clips."""
+
+    def __init__(self) -> None:
+        self.clips = False
+        """The loop calls `clip_grad_norm_`."""
+        self.possible = False
+        """There is a second set of arenas."""
+        self.active = False
+        """The round that is under way speculates."""
+        self.hits = 0
+        self.misses = 0
+        self._within = 0.5
+        self._pays = True
+
+    @property
+    def allows_early(self) -> bool:
+        """Whether updates in backward are right at all: at once, or speculatively."""
+        return not self.clips or (self.possible and self._pays)
+
+    def arm(self, engines: Sequence[Engine], host_budget: int | None) -> None:
+        """The loop clips: from the next round on updates in backward are speculative, if the host has the memory."""
+        self.clips = True
+        need = sum(engine.host_bytes for engine in engines)
+        try:
+            check_host_memory(need, host_budget, already_bytes=need)
+            logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
+            for engine in engines:
+                engine.add_spare()
+            self.possible = True
+        except HostMemoryError as error:
+            logger.warning(
+                "update_in_backward with clipping needs a second copy of the state on the host; without it all updates "
+                "are made in step(). %s",
+                error,
+            )
+
+    def begin(self) -> None:
+        """A round begins with an update in backward."""
+        self.active = self.clips
+
+    def decide(self, within: bool) -> None:
+        """A clipped step is over: its norm was `within` bounds or not."""
+        self._within += (within - self._within) / _PATIENCE
+        pays = self._within > (_PAYS_UNTIL if self._pays else _PAYS_FROM)
+        if pays != self._pays and self.possible:
+            logger.warning(
+                "Clipping was active in about %.0f%% of the last steps: updates in backward are %s",
+                100 * (1 - self._within),
+                "made again" if pays else "not worth redoing and are made in step() for now",
+            )
+        self._pays = pays

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Window`: how many slots beyond the ring's own there may be, and when. Used by `overlap.py`.
+
+A window of a given size, or of the size that `device_peak` leaves, is allocated step by step during backward, in
+proportion to how far backward has come and so has freed activations, and then kept. `"all"` is given back the same way
+during the next forward, behind the stores.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from offstage.config import OffloadConfig, format_size
+from offstage.engine import Engine
+from offstage.errors import ConfigError
+
+logger = logging.getLogger("offstage")
+
+_PLAIN_STEPS = 2
+"""`window="auto"`: steps whose peak is looked at before the window opens. The first one has no slots yet."""
+
+
+class Window:
+    """The window of one optimizer, over all its devices."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._config = config
+        self._steps = 0
+        self._cues_in_backward = 0
+        self._modules: set[str] = set()
+        self._modules_in_forward = 0
+        self._room: dict[Engine, int] = {}
+        """`"auto"`: slots that fit under `device_peak`."""
+        self._peak: dict[Engine, int] = {}
+
+    def check(self, engine: Engine) -> None:
+        """Raise if the window cannot hold a single chunk."""
+        window, slot = self._config.window, engine.planned_slot_bytes
+        if isinstance(window, int) and 0 < window < slot:
+            raise ConfigError(
+                f"window={format_size(window)} is smaller than one slot of {format_size(slot)} and would do nothing. "
+                "Use at least that, lower chunk_bytes, or use window=0."
+            )
+
+    def slots(self, engine: Engine) -> int:
+        """The largest number of window slots."""
+        window, slot = self._config.window, engine.planned_slot_bytes
+        if not window or not slot:
+            return 0
+        if window == "all":
+            return engine.num_chunks
+        allowed = self._fitting(engine, slot) if window == "auto" else int(window) // slot
+        return min(allowed, engine.num_chunks)
+
+    def _fitting(self, engine: Engine, slot: int) -> int:
+        """The window that keeps the process's peak under `device_peak`: what is left above the peak without it."""
+        if self._steps < _PLAIN_STEPS:
+            return 0
+        budget, (_, peak) = int(self._config.device_peak or 0), engine.memory
+        if engine not in self._room:
+            self._room[engine] = max(0, budget - peak) // slot
+            logger.info("window='auto': %s", format_size(self._room[engine] * slot))
+        elif peak > max(budget, self._peak[engine]):  # activations have grown
+            self._room[engine] = max(0, self._room[engine] - -(-(peak - budget) // slot))
+            engine.narrow(self._room[engine])
+        self._peak[engine] = peak
+        return self._room[engine]
+
+    def in_backward(self, engine: Engine, cue: int) -> None:
+        """The `cue`-th gradient is ready: widen in proportion."""
+        if self._config.window and self._cues_in_backward:
+            share = min(1.0, cue / self._cues_in_backward)
+            engine.widen(int(share * self.slots(engine)))
+
+    def in_forward(self, engine: Engine, module: str) -> None:
+        """A module runs: with `"all"`, state leaves in proportion."""
+        if self._config.window == "all" and module not in self._modules:
+            self._modules.add(module)
+            share = len(self._modules) / max(self._modules_in_forward, len(self._modules))
+            engine.narrow(int((1.0 - share) * self.slots(engine)))
+
+    def end_step(self, cues: int) -> None:
+        """A step was made, after a backward with `cues` gradients."""
+        self._steps += 1
+        self._cues_in_backward = cues
+        self._modules_in_forward = len(self._modules)
+        self._modules.clear()
