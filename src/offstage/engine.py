@@ -15,8 +15,9 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -64,6 +65,7 @@ class _Round:
     to_spare: bool
     """Speculative: state goes to the spare arenas and old weights are kept."""
     ready: dict[HeldState, Turn] = field(default_factory=dict)
+    """Taken and not settled yet."""
     left: dict[HeldState, int] = field(default_factory=dict)
     """Chunks that have still to be updated."""
     done: set[Chunk] = field(default_factory=set)
@@ -86,6 +88,8 @@ class Engine:
         self.updating = False
         """True between the first update of a step and its end: a failure then leaves weights between two steps."""
         self.timer: StepTimer | None = None
+        self.link_gb_per_s: float | None = None
+        """Measured before the first step; 0 where there is no link."""
         self._rule = rule
         self._config = config
         self._lanes: Lanes | None = None
@@ -172,13 +176,21 @@ class Engine:
         if self._pipeline is None:
             return
         try:
-            self._pipeline.prepare()
+            if self._pipeline.prepare() and self.link_gb_per_s is None:
+                self.link_gb_per_s = self._measure_link(self._pipeline)
         except torch.OutOfMemoryError as error:
             error.add_note(
                 f"offstage: {self._pipeline.num_slots} slots of {format_size(self._pipeline.slot_bytes)} did not fit "
                 f"on {self.device}. Nothing was changed. Lower chunk_bytes or slots, or free device memory."
             )
             raise
+
+    def _measure_link(self, pipeline: Pipeline) -> float:
+        """What the link carries each way when both directions are busy; once, with the first chunks and no change."""
+        chunks = [(host, chunk) for host, _ in self._hosts for chunk in host.layout.chunks[:2]]
+        if self.device.type == "cpu" or len(chunks) < 2 or pipeline.num_slots < 2:
+            return 0.0
+        return pipeline.measure_link([Trip(host, chunk, chunk.pieces) for host, chunk in chunks[:2]])
 
     def run(self, turns: Sequence[Turn]) -> None:
         """Take `turns`, and update everything taken so far that is not under way yet. The host waits for nothing."""
@@ -224,6 +236,7 @@ class Engine:
             reads=[turn.weight for turn in turns if _held(turn) in round.kept],
             writes=[round.kept[_held(turn)] for turn in turns if _held(turn) in round.kept],
         )
+        self._last_update = begun
         for turn in turns:
             if not round.left[_held(turn)]:  # it has no elements
                 self._add_pending(turn, begun)
@@ -253,7 +266,7 @@ class Engine:
             self._update_resident([round.ready[held]])
         for host, members, chunk in self._chunks_of.get(held, ()):
             everyone = (members[piece.index] for piece in chunk.pieces)
-            if chunk not in round.done and all(one in round.ready for one in everyone if one.param.requires_grad):
+            if chunk not in round.done and all(one in round.left for one in everyone if one.param.requires_grad):
                 self._update_chunk(host, members, chunk)
 
     def flush(self) -> None:
@@ -274,7 +287,7 @@ class Engine:
         if self._round.to_spare:
             for host, _ in self._hosts:
                 host.flip()
-        self._last_ready = set(self._round.ready)
+        self._last_ready = set(self._round.left)
         self._round = None
         self._foreign.look(self._lanes)
         self.updating = False
@@ -402,6 +415,27 @@ class Engine:
     def lanes(self) -> Lanes | None:
         return self._lanes
 
+    def beyond_the_link(self, params: Collection[torch.Tensor], milliseconds: float) -> set[torch.Tensor]:
+        """The first of `params`, in the order of forward, whose state does not get across within `milliseconds`."""
+        if not self.link_gb_per_s:
+            return set()
+        streamed = [held for held in self._chunks_of if held.param in params]
+        excess = sum(held.nbytes for held in streamed) - self.link_gb_per_s * 1e6 * milliseconds
+        found: set[torch.Tensor] = set()
+        for held in streamed:
+            if excess <= 0:
+                break
+            found.add(held.param)
+            excess -= held.nbytes
+        return found
+
+    def stamp(self) -> Any:
+        """A moment in the caller's stream."""
+        return self._lanes.stamp(Lane.CALLER) if self._lanes is not None else None
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        return self._lanes.elapsed_ms(start, stop) if self._lanes is not None else 0.0
+
     def capturing(self) -> bool:
         return self._lanes is not None and self._lanes.capturing()
 
@@ -428,6 +462,9 @@ class Engine:
                 last = max((pending for pending in due if pending.place == place), key=lambda pending: pending.order)
                 self._lanes.wait(last.updated, reason, also=place)
         turns = [pending.turn for pending in due]
+        if self._round is not None:
+            for turn in turns:  # the gradient goes with the turn
+                self._round.ready.pop(_held(turn), None)
         if self._lanes.checks:
             self._lanes.touch(writes=[tensor for turn in turns for tensor in (turn.weight, turn.grad)])
         for pending in due:
@@ -441,7 +478,8 @@ class Engine:
         if round is None or lanes is None:
             return
         assert round.to_spare
-        lanes.wait(self._last_update, "redo: the speculative updates are done")
+        if round.ready:
+            lanes.wait(self._last_update, "redo: the speculative updates are done")
         for held, kept in round.kept.items():
             turn = round.ready[held]
             if lanes.checks:

@@ -267,8 +267,11 @@ def lanes_for(device: torch.device) -> Lanes:
 
 
 @contextlib.contextmanager
-def use_lanes(factory: LanesFactory) -> Iterator[None]:
-    """Within the context, optimizers are built on the lanes `factory` makes (lazy ones, or ones with delays)."""
+def use_lanes(factory: LanesFactory | None) -> Iterator[None]:
+    """Within the context, optimizers are built on the lanes `factory` makes: lazy ones, checked ones, ones with delays.
+
+    `None`: those that fit the device.
+    """
     token = _factory.set(factory)
     try:
         yield

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offstage.happens_before import Clock, HappensBefore, join
+from offstage.happens_before import HOST, Clock, Clocks, HappensBefore
 from offstage.lanes import Buffers, Lane, Lanes, Place
 
 _POISON_BYTE = 0xA5
+_CALLER = Lane.CALLER.value
 
 
 @dataclass(eq=False)
@@ -55,13 +56,12 @@ class LazyLanes(Lanes):
         self.device = device
         self.waits = waits if waits is not None else WaitLog()
         self.log: list[str] = []
-        self._checker = checker if checker is not None else HappensBefore()
+        self._clocks = Clocks(checker)
         self._random = random.Random(seed)
         # Some seeds never run anything early; the others run a little now and then.
         self._early = (0.0, 0.3, 0.7)[seed % 3]
         self._pending: list[_Work] = []
         self._last: dict[Lane, _Work] = {}
-        self._clocks: dict[str, Clock] = {"caller": {"caller": 0}, "host": {"host": 0}}
 
     def submit(
         self,
@@ -73,15 +73,10 @@ class LazyLanes(Lanes):
         writes: Buffers = (),
     ) -> _Work:
         before = [mark for reason, mark in after.items() if mark is not None and self.waits.keeps(reason)]
-        clock = self._clocks.setdefault(lane.value, {lane.value: 0})
-        join(clock, self._clocks["host"])
-        for mark in before:
-            join(clock, mark.clock)
-        clock[lane.value] += 1
-        self._checker.record(lane.value, clock, f"{lane.value} #{clock[lane.value]}", reads=reads, writes=writes)
+        clock = self._clocks.work(lane.value, [mark.clock for mark in before], reads=reads, writes=writes)
         if lane in self._last:
             before.append(self._last[lane])
-        item = _Work(lane, work, before, dict(clock))
+        item = _Work(lane, work, before, clock)
         self._last[lane] = item
         self._pending.append(item)
         self.log.append(lane.value)
@@ -89,18 +84,17 @@ class LazyLanes(Lanes):
         return item
 
     def mark(self) -> _Work:
-        clock = self._tick("caller")
-        return _Work(Lane.CALLER, _nothing, [], dict(clock), done=True)
+        return _Work(Lane.CALLER, _nothing, [], self._clocks.work(_CALLER, []), done=True)
 
     def wait(self, mark: _Work, reason: str, also: Place = None) -> None:
         if self.waits.keeps(reason):
             self._force([mark])
-            join(self._clocks["caller"], mark.clock)
+            self._clocks.wait(_CALLER, mark.clock)
 
     def wait_on_host(self, mark: _Work, reason: str) -> None:
         if self.waits.keeps(reason):
             self._force([mark])
-            join(self._clocks["host"], mark.clock)
+            self._clocks.wait(HOST, mark.clock)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         tensor = torch.full((nbytes,), _POISON_BYTE, dtype=torch.uint8, device=self.device)
@@ -118,31 +112,24 @@ class LazyLanes(Lanes):
     def synchronize(self, reason: str) -> None:
         if self.waits.keeps(reason):
             self._force(list(self._pending))
-            for lane in self._last:
-                join(self._clocks["host"], self._clocks[lane.value])
+            self._clocks.wait_for_all(HOST, [lane.value for lane in self._last])
 
     def passed(self, mark: _Work) -> bool:
         if mark.done:
-            join(self._clocks["host"], mark.clock)
+            self._clocks.wait(HOST, mark.clock)
         return mark.done
 
     def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
-        self._checker.record("caller", self._tick("caller"), "the caller's stream", reads=reads, writes=writes)
+        self._clocks.work(_CALLER, [], reads=reads, writes=writes)
 
     def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
-        self._checker.record("host", self._tick("host"), "the host", reads=reads, writes=writes)
+        self._clocks.work(HOST, [], reads=reads, writes=writes)
 
     def stamp(self, lane: Lane) -> float:
         return 0.0
 
     def elapsed_ms(self, start: float, stop: float) -> float:
         return 0.0
-
-    def _tick(self, name: str) -> Clock:
-        clock = self._clocks[name]
-        join(clock, self._clocks["host"])  # whatever the host waited for lies before all it does next
-        clock[name] += 1
-        return clock
 
     def _run_some_early(self) -> None:
         while self._pending and self._random.random() < self._early:

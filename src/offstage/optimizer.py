@@ -26,11 +26,10 @@ from offstage.flat import flat_like
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.interrupts import deferred_interrupts
-from offstage.lanes import Lane
 from offstage.layout import padded_bytes
 from offstage.overlap import Overlap
 from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
-from offstage.receipt import Receipt
+from offstage.receipt import Receipt, advise
 from offstage.rules import choose_rule, shell_of
 from offstage.rules.rule import Turn
 from offstage.speculation import Norm, Speculation
@@ -366,10 +365,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def _updated_early(self) -> bool:
-        return self._overlap is not None and bool(self._overlap.turns)
+        return self._overlap is not None and bool(self._overlap.updated)
 
     def _is_early(self, held: HeldState) -> bool:
-        return self._overlap is not None and held.param in self._overlap.turns
+        return self._overlap is not None and held.param in self._overlap.updated
 
     def begin_round(self) -> None:
         """A step begins, with its first update."""
@@ -474,11 +473,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def receipt(self) -> Receipt:
         """What was really moved, and what it cost. Waits for the device."""
+        complete = not any(engine.pending for engine in self._engines.values())
         self.synchronize()
-        times = [engine.timer.read() for engine in self._engines.values() if engine.timer is not None]
-        longest = {lane.value: max(time[lane] for time in times if time) for lane in Lane if any(times)}
-        exposed = longest.pop(Lane.CALLER.value, None)
+        timers = [engine.timer for engine in self._engines.values() if engine.timer is not None]
+        times = [time for time in (timer.read() for timer in timers) if time]
+        longest = {lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())}
+        exposed = max((timer.exposed_ms(complete=complete) for timer in timers), default=0.0) if times else None
+        link = min((engine.link_gb_per_s for engine in self._engines.values() if engine.link_gb_per_s), default=None)
         fetched, stored = self._moved_bytes()
+        transfer = max(self._last_moved) / link / 1e6 if link else None
+        hidden = None if transfer is None or exposed is None else max(0.0, transfer - exposed)
         counters = [self.rule.foreign_weights(device) for device in self._engines]
         return Receipt(
             steps=self._steps,
@@ -491,7 +495,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             host_state_bytes=sum(engine.host_bytes for engine in self._engines.values()),
             lane_ms=longest,
             exposed_ms=exposed,
+            hidden_ms=hidden,
+            link_measured_gb_per_s=link,
             weights_written_by_others=sum(int(counter) for counter in counters if counter is not None),
+            skipped_steps=self._skipped,
+            speculation_hits=self.speculation.hits,
+            speculation_misses=self.speculation.misses,
+            advice=advise(self.config, exposed, transfer),
         )
 
     def _moved_bytes(self) -> tuple[int, int]:

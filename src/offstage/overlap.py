@@ -57,12 +57,17 @@ class Overlap:
         self._off: str | None = None
         self._accumulating = 0
         self._fired: Counter[torch.Tensor] = Counter()
+        self._once: frozenset[torch.Tensor] | None = None
+        """Parameters whose hook fired once in the iteration that was learned from."""
+        self._backward: dict[Engine, tuple[Any, Any]] = {}
+        """Stamps at the first gradient and the end of that iteration's backward."""
+        self._most_in_flight = 0.0
         self._running: set[torch.Tensor] = set()
         """Parameters whose module ran forward since the last step."""
         self.early: frozenset[torch.Tensor] | None = None
         """Parameters that are updated in backward; `None` until one iteration has been seen."""
-        self.turns: dict[torch.Tensor, Turn] = {}
-        """Updated in this backward."""
+        self.updated: dict[torch.Tensor, HeldState] = {}
+        """Given to the lanes in this backward."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         """Their gradients, as autograd made them; only while clipping may need them."""
         self._used_options: dict[int, dict[str, Any]] = {}
@@ -97,6 +102,8 @@ class Overlap:
                 return
             self.check_waited(held, engine)
             self._fired[param] += 1
+            if self._config.update_in_backward and self.early is None:
+                self._watch(engine)
             with torch.no_grad(), deferred_interrupts():
                 self._window.in_backward(engine, self._fired.total())
                 if self._is_early(param, held):
@@ -126,7 +133,7 @@ class Overlap:
 
     def check_waited(self, held: HeldState, engine: Engine) -> None:
         """A gradient came out of a forward that read weights while their update was still under way."""
-        if held in engine.pending and held.param not in self.turns:
+        if held in engine.pending and held.param not in self.updated:
             module = self._cues.module_of.get(held.param, "unknown")
             raise OffstageError(
                 f"Parameter {held.name!r} got a gradient, but the forward of its module {module!r} was not seen since "
@@ -149,7 +156,7 @@ class Overlap:
     def _refuse_forward(self, module: str) -> None:
         """Between backward and step() some weights are new and some are old."""
         # Not inside backward, where checkpointing runs forwards again.
-        if self.turns and torch._C._current_graph_task_id() == -1:
+        if self.updated and torch._C._current_graph_task_id() == -1:
             raise OffstageError(
                 f"The forward of {module!r} ran between backward and step(), when update_in_backward=True has updated "
                 "some weights and not others. Expected step() first; run evaluation after it. If this is another "
@@ -157,6 +164,13 @@ class Overlap:
             )
 
     # Updates in backward
+
+    def _watch(self, engine: Engine) -> None:
+        """During the first backward, and at the beginning of the second."""
+        if self._once is not None:
+            self._decide_early()
+        elif engine not in self._backward:
+            self._backward[engine] = (engine.stamp(), None)
 
     def _is_early(self, param: torch.Tensor, held: HeldState) -> bool:
         speculation = self._optimizer.speculation
@@ -167,14 +181,14 @@ class Overlap:
 
     def _update_now(self, held: HeldState, engine: Engine) -> None:
         optimizer, param = self._optimizer, held.param
-        if not self.turns:
+        if not self.updated:
             optimizer.begin_round()
             optimizer.speculation.begin()
         turn = optimizer.turn_of(held)
         engine.prepare()
         engine.take([turn], to_spare=optimizer.speculation.active)
         gradient, param.grad = param.grad, DroppedGradient(param, held.name)
-        self.turns[param] = turn
+        self.updated[param] = held
         self._used_options.setdefault(turn.group_number, _fixed(optimizer.param_groups[turn.group_number]))
         if optimizer.speculation.active:
             assert gradient is not None
@@ -186,10 +200,9 @@ class Overlap:
 
     def _bound_gradients(self, engine: Engine) -> None:
         """Give back the memory of the oldest gradients behind their updates."""
-        limit = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.early or ())
-        waiting = [held for held in engine.pending if held.param in self.turns]
+        waiting = [held for held in engine.pending if held.param in self.updated]
         total = sum(held.param.nbytes for held in waiting)
-        while waiting and total > limit:
+        while waiting and total > self._most_in_flight:
             oldest = waiting.pop(0)
             total -= oldest.param.nbytes
             engine.settle([oldest], "backward: the update is done with the gradient")
@@ -203,7 +216,7 @@ class Overlap:
         """The updates in backward were taken back: `step()` finds the gradients where autograd left them."""
         for param, gradient in self.gradients.items():
             param.grad = gradient
-        self.turns.clear()
+        self.updated.clear()
         self.gradients.clear()
         self._used_options.clear()
 
@@ -218,31 +231,46 @@ class Overlap:
         """Take the gradients; return the states whose weights may come as late as in the next forward."""
         self._window.end_step(self._fired.total())
         late: set[HeldState] = set()
-        for turn in [*self.turns.values(), *turns]:
-            held = turn.of
+        for held in [*self.updated.values(), *(turn.of for turn in turns)]:
             assert isinstance(held, HeldState)
             if self._config.overlap_forward and not self._off and held.param in self._running:
                 late.add(held)
                 held.param.grad = None
-        for param in self.turns:
-            param.grad = None
         self._learn()
         self.forget()
         return late
 
+    # Learning
+
     def _learn(self) -> None:
-        if self._config.update_in_backward and self.early is None and self._fired:
-            once = frozenset(param for param, times in self._fired.items() if times == 1)
-            self.early = once
-            several = len(self._fired) - len(once)
-            if several:
-                logger.info("%d parameters get their gradient in several parts and wait for step()", several)
+        """The first iteration is over: who fired once, and how long did backward take?"""
+        if not self._config.update_in_backward or self._once is not None or not self._fired:
+            return
+        self._once = frozenset(param for param, times in self._fired.items() if times == 1)
+        self._backward = {engine: (start, engine.stamp()) for engine, (start, _) in self._backward.items()}
+        several = len(self._fired) - len(self._once)
+        if several:
+            logger.info("%d parameters get their gradient in several parts and wait for step()", several)
+
+    def _decide_early(self) -> None:
+        """Before the second backward: what the link cannot move during backward is better left to `step()`.
+
+        The parameters that forward needs first get their gradients last. Left to `step()` they go in the order in
+        which forward needs them, instead of queueing up behind the others.
+        """
+        assert self._once is not None
+        deferred: set[torch.Tensor] = set()
+        for engine, (start, stop) in self._backward.items():
+            deferred |= engine.beyond_the_link(self._once, engine.elapsed_ms(start, stop))
+        self.early = self._once - deferred
+        self._most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.early)
+        logger.info("%d parameters are updated in backward, %d in step()", len(self.early), len(deferred))
 
     def forget(self) -> None:
         """After a lost step or a load: nothing is under way."""
-        for param in self.turns:
+        for param in self.updated:
             param.grad = None
-        self.turns.clear()
+        self.updated.clear()
         self.gradients.clear()
         self._used_options.clear()
         self._fired.clear()

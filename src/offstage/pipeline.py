@@ -19,6 +19,7 @@ late leave from there.
 from __future__ import annotations
 
 import enum
+import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ import torch
 from offstage.host_memory import Arena
 from offstage.lanes import Lane, Lanes, Mark
 from offstage.layout import Chunk, Layout, Piece
+
+_MEASURED_COPIES = 4
 
 
 class ChunkState(enum.Enum):
@@ -162,10 +165,30 @@ class Pipeline:
     def device_bytes(self) -> int:
         return sum(slot.buffer.nbytes for slot in self._slots.values())
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         """Allocate the slots, once. Before anything moves, so that running out of memory loses nothing."""
+        made = len(self._slots) < self.num_slots
         while len(self._slots) < self.num_slots:
             self._make_slot()
+        return made
+
+    def measure_link(self, trips: Sequence[Trip]) -> float:
+        """GB/s each way, from fetching one chunk and storing another as it was, several times at once."""
+        there, back = trips
+        for trip in trips:
+            self.fetch(trip)
+        self.lanes.synchronize("measure: the chunks are fetched")
+        start = self.lanes.stamp(Lane.FETCH)
+        for _ in range(_MEASURED_COPIES):
+            self.lanes.submit(Lane.FETCH, functools.partial(_copy_in, there.copies), after={})
+            self.lanes.submit(Lane.STORE, functools.partial(_copy_out, back.copies), after={})
+        milliseconds = self.lanes.elapsed_ms(start, self.lanes.stamp(Lane.FETCH))
+        self.lanes.synchronize("measure: nothing is under way")
+        for trip in trips:
+            self.discard(trip)
+        nbytes = sum(host.nbytes for host, _ in there.copies)
+        self.bytes_fetched -= sum(host.nbytes for trip in trips for host, _ in trip.copies)
+        return _MEASURED_COPIES * nbytes / milliseconds / 1e6
 
     @property
     def window_slots(self) -> int:
@@ -233,15 +256,10 @@ class Pipeline:
         self.ring.advance(trip.key, ChunkState.STAGED)
 
     def _copy_in(self, trip: Trip, *, free: Mark | None) -> None:
-        copies = trip.copies = _copies(trip, trip.host.arenas)
-
-        def copy_in() -> None:
-            for host, device in copies:
-                device.copy_(host, non_blocking=True)
-
+        trip.copies = _copies(trip, trip.host.arenas)
         trip.fetched = self.lanes.submit(
             Lane.FETCH,
-            copy_in,
+            functools.partial(_copy_in, trip.copies),
             after={
                 "fetch: the slot is free": free,
                 "fetch: the chunk's last store is done": trip.host.stored.get(trip.chunk.number),
@@ -274,14 +292,9 @@ class Pipeline:
         self.ring.advance(trip.key, ChunkState.STORING)
         slot = self._slots[self.ring.slot_of[trip.key]]
         copies = _copies(trip, trip.host.spare) if trip.to_spare else trip.copies
-
-        def copy_out() -> None:
-            for host, device in copies:
-                host.copy_(device, non_blocking=True)
-
         stored = self.lanes.submit(
             Lane.STORE,
-            copy_out,
+            functools.partial(_copy_out, copies),
             after={"store: the state is updated": trip.updated},
             reads=[device for _, device in copies],
             writes=[host for host, _ in copies],
@@ -324,6 +337,16 @@ def _staged(trip: Trip, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         views[key] = buffer[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
         offset += trip.host.layout.padded(stop - start) * dtype.itemsize
     return views
+
+
+def _copy_in(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for host, device in copies:
+        device.copy_(host, non_blocking=True)
+
+
+def _copy_out(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for host, device in copies:
+        host.copy_(device, non_blocking=True)
 
 
 def _copies(trip: Trip, arenas: Mapping[str, Arena]) -> list[tuple[torch.Tensor, torch.Tensor]]:

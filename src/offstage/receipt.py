@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from offstage.config import format_size
+from offstage.config import OffloadConfig, format_size
 from offstage.lanes import Lane, Lanes
 
 
@@ -29,11 +29,23 @@ class Receipt:
     host_state_bytes: int
     """Arenas, alignment included."""
     lane_ms: dict[str, float] = field(default_factory=dict)
-    """From the moment the gradients were ready to the end of each lane's work, in the last step."""
+    """From the first gradient that was taken to the end of each lane's work, in the last step."""
     exposed_ms: float | None = None
-    """How long the last step held up the caller's stream."""
+    """How long the last step held up the caller's stream, wherever it waited."""
+    hidden_ms: float | None = None
+    """How much of the transfers, at the link's measured rate, ran under something else."""
+    link_measured_gb_per_s: float | None = None
+    """Each way with both directions busy, measured before the first step."""
     weights_written_by_others: int = 0
     """Elements whose weight no longer belonged to its master: the weight won."""
+    skipped_steps: int = 0
+    """Steps that changed nothing because the gradients' norm was not finite."""
+    speculation_hits: int = 0
+    """Steps whose updates in backward could stay, because nothing had to be clipped."""
+    speculation_misses: int = 0
+    """Steps that were made again with clipped gradients."""
+    advice: str | None = None
+    """What would hide more, if anything would."""
 
     @property
     def link_gb_per_s(self) -> dict[str, float]:
@@ -52,11 +64,34 @@ class Receipt:
         for lane, milliseconds in self.lane_ms.items():
             rate = f", {rates[lane]:.1f} GB/s" if lane in rates else ""
             rows.append((f"{lane} lane", f"{milliseconds:.2f} ms{rate}"))
+        if self.link_measured_gb_per_s:
+            rows.append(("link, measured at start", f"{self.link_measured_gb_per_s:.1f} GB/s each way"))
         if self.exposed_ms is not None:
-            rows.append(("exposed", f"{self.exposed_ms:.2f} ms"))
+            hidden = f", hidden {self.hidden_ms:.2f} ms" if self.hidden_ms is not None else ""
+            rows.append(("exposed", f"{self.exposed_ms:.2f} ms{hidden}"))
+        if self.speculation_hits or self.speculation_misses:
+            rows.append(("speculation", f"{self.speculation_hits} hits, {self.speculation_misses} misses"))
+        if self.skipped_steps:
+            rows.append(("skipped, norm not finite", f"{self.skipped_steps} steps"))
         if self.weights_written_by_others:
             rows.append(("weights written by others", f"{self.weights_written_by_others} elements"))
+        if self.advice:
+            rows.append(("advice", self.advice))
         return "\n".join(f"{name:<28} {value}" for name, value in rows)
+
+
+def advise(config: OffloadConfig, exposed_ms: float | None, transfer_ms: float | None) -> str | None:
+    """One line when something is left on the table: a tenth of the transfers, and a millisecond, are worth it."""
+    if not exposed_ms or not transfer_ms or exposed_ms < 1.0 or exposed_ms < 0.1 * transfer_ms:
+        return None
+    found = f"{exposed_ms:.0f} ms of each step are waited for"
+    if not config.overlap_forward:
+        return f"{found}: overlap_forward=True lets the next forward begin during the updates"
+    if not config.update_in_backward:
+        return f"{found}: update_in_backward=True starts them during backward; or a window, if there is memory"
+    if config.master_weights != "split" or config.state_dtype == "float32":
+        return f"{found}: move fewer bytes with master_weights='split' (lossless) or state_dtype='bfloat16'"
+    return f"{found}: the link is the limit; lower fraction if there is device memory"
 
 
 class StepTimer:
@@ -65,12 +100,14 @@ class StepTimer:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._start: Any = None
-        self._waits: list[tuple[Any, Any]] = []
         self._stops: dict[Lane, Any] = {}
+        self._waits: list[tuple[Any, Any]] = []
+        self._waits_before: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """The caller's stream reaches the step: the gradients are ready."""
+        """The caller's stream reaches the step's first gradients. Whatever waited for the step before has done so."""
         self._start = self._lanes.stamp(Lane.CALLER)
+        self._waits_before, self._waits = self._waits, []
 
     @contextlib.contextmanager
     def exposed(self) -> Iterator[None]:
@@ -80,9 +117,14 @@ class StepTimer:
         self._waits.append((before, self._lanes.stamp(Lane.CALLER)))
 
     def stop(self) -> None:
-        self._stops = {lane: self._lanes.stamp(lane) for lane in Lane}
+        self._stops = {lane: self._lanes.stamp(lane) for lane in Lane if lane is not Lane.CALLER}
 
     def read(self) -> dict[Lane, float]:
         """Milliseconds from the start to each lane's end; empty before the first step."""
         # A lane may have been done before the gradients were ready: nothing of it was waited for.
         return {lane: max(0.0, self._lanes.elapsed_ms(self._start, stop)) for lane, stop in self._stops.items()}
+
+    def exposed_ms(self, *, complete: bool) -> float:
+        """How long the caller's stream stood still for the last step, or the one before if waits are to come."""
+        waits = self._waits if complete else self._waits_before
+        return sum(max(0.0, self._lanes.elapsed_ms(before, after)) for before, after in waits)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckedLanes`: real lanes with the happens-before checker on. For tests and for hunting a race on a real machine.
+
+    with use_lanes(CheckedLanes):
+        optimizer = offstage.offload(optimizer, model)
+
+Work runs as it always does; what is checked is the order that marks give, whatever order happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from offstage.happens_before import HOST, Clock, Clocks
+from offstage.lanes import Buffers, Lane, Lanes, Mark, Place, lanes_for, use_lanes
+
+_CALLER = Lane.CALLER.value
+_Moment = tuple[Mark, Clock]
+
+
+class CheckedLanes(Lanes):
+    """The lanes that fit the device; every declared access is checked."""
+
+    checks = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with use_lanes(None):
+            self._inner = lanes_for(device)
+        self._clocks = Clocks()
+        self.accesses = 0
+        """Buffers looked at so far."""
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Callable[[], None],
+        *,
+        after: Mapping[str, _Moment | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> _Moment:
+        marks = {reason: moment for reason, moment in after.items() if moment is not None}
+        clock = self._work(lane.value, [moment[1] for moment in marks.values()], reads, writes)
+        return self._inner.submit(lane, work, after={reason: moment[0] for reason, moment in marks.items()}), clock
+
+    def mark(self) -> _Moment:
+        return self._inner.mark(), self._work(_CALLER)
+
+    def wait(self, mark: _Moment, reason: str, also: Place = None) -> None:
+        self._inner.wait(mark[0], reason, also)
+        self._clocks.wait(_CALLER, mark[1])
+
+    def wait_on_host(self, mark: _Moment, reason: str) -> None:
+        self._inner.wait_on_host(mark[0], reason)
+        self._clocks.wait(HOST, mark[1])
+
+    def here(self) -> Place:
+        return self._inner.here()
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        tensor = self._inner.empty(nbytes)
+        self.touch(writes=[tensor])
+        return tensor
+
+    def release(self, tensor: torch.Tensor, after: _Moment, reason: str) -> None:
+        self._clocks.wait(_CALLER, after[1])
+        self.touch(writes=[tensor])
+        self._inner.release(tensor, after[0], reason)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self.touch(writes=[tensor])
+        self._inner.drop(tensor)
+
+    def synchronize(self, reason: str) -> None:
+        self._inner.synchronize(reason)
+        self._clocks.wait_for_all(HOST, [lane.value for lane in Lane if lane is not Lane.CALLER])
+
+    def passed(self, mark: _Moment) -> bool:
+        done = self._inner.passed(mark[0])
+        if done:
+            self._clocks.wait(HOST, mark[1])
+        return done
+
+    def capturing(self) -> bool:
+        return self._inner.capturing()
+
+    def memory(self) -> tuple[int, int]:
+        return self._inner.memory()
+
+    def stamp(self, lane: Lane) -> Any:
+        return self._inner.stamp(lane)
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        return self._inner.elapsed_ms(start, stop)
+
+    def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._work(_CALLER, (), reads, writes)
+
+    def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
+        self._work(HOST, (), reads, writes)
+
+    def _work(self, lane: str, after: Any = (), reads: Buffers = (), writes: Buffers = ()) -> Clock:
+        self.accesses += len(reads) + len(writes)
+        return self._clocks.work(lane, after, reads=reads, writes=writes)
