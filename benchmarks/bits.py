@@ -130,18 +130,18 @@ def mismatches(case: Case, steps: int) -> dict[str, int]:
     """Elements that differ from the reference: weights, and each moment (and master) by name."""
     reference, plain = train(case, steps, ours=False)
     weights, offloaded = train(case, steps, ours=True)
-    count = {"weights": sum(_differ(w, r.to(w.dtype)) for w, r in zip(weights, reference, strict=True))}
+    count = {"weights": sum(num_different(w, r.to(w.dtype)) for w, r in zip(weights, reference, strict=True))}
     ours, theirs = offloaded.state_dict()["state"], plain.state_dict()["state"]
     for index, expected in theirs.items():
         for name, value in expected.items():
-            count[name] = count.get(name, 0) + _differ(ours[index][name].cuda(), value.cuda())
+            count[name] = count.get(name, 0) + num_different(ours[index][name].cuda(), value.cuda())
         if "master_weight" in ours[index]:
-            differ = _differ(ours[index]["master_weight"].cuda(), reference[index])
+            differ = num_different(ours[index]["master_weight"].cuda(), reference[index])
             count["master_weight"] = count.get("master_weight", 0) + differ
     return count
 
 
-def _differ(a: torch.Tensor, b: torch.Tensor) -> int:
+def num_different(a: torch.Tensor, b: torch.Tensor) -> int:
     assert a.dtype == b.dtype, (a.dtype, b.dtype)
     integers = {2: torch.int16, 4: torch.int32}[a.itemsize]  # bits, not values: +0 and -0 differ
     same = (a.view(integers) == b.view(integers)) | (a.isnan() & b.isnan())

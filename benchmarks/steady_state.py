@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a steady-state step synchronise with the device or allocate on it?
+"""Does a steady-state step, or a whole iteration with overlap, synchronise with the device or allocate on it?
 
     python -m benchmarks.steady_state
 
-Steps under `set_sync_debug_mode("error")`, counts allocations in the allocator's statistics, and looks for
-synchronising or allocating calls in a profiler trace. Clipping and a scheduler run as in a training loop.
+Runs under `set_sync_debug_mode("error")` and looks for synchronising or allocating calls in a profiler trace. For steps
+alone it counts allocations in the allocator's statistics. With overlap it trains a small GPT for 200 iterations and
+compares the allocator's memory after the 20th and the last; the trace is of the last 10.
+
+The debug mode does not know `cudaEventSynchronize`, the one host wait on the norm that `optimizer.clip_grad_norm_` may
+make; the trace does, and it is counted.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import offstage
 from benchmarks.common import write_row
+from benchmarks.overlap_bits import update_all_early
+from benchmarks.workload import GPT, Size
 
 SHAPES = [(2048, 2048), (2048, 4096), (4096,), (1000, 333)] * 4
 FORBIDDEN = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "Synchronize", "cudaStreamCreate")
@@ -25,6 +35,32 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16, fp32 masters": (torch.bfloat16, {}),
     "bf16, split masters": (torch.bfloat16, {"master_weights": "split"}),
     "fp32, half resident": (torch.float32, {"fraction": 0.5}),
+}
+
+SIZE = Size(blocks=4, width=256, hidden=512, heads=4, vocabulary=1000, sequence=128)
+BATCH = 8
+HOST_WAIT = "cudaEventSynchronize"
+
+
+@dataclass(frozen=True)
+class OverlapCase:
+    """A way to overlap, and the `max_norm` of each iteration in turn; without any, nothing is clipped."""
+
+    config: dict[str, Any]
+    max_norms: Sequence[float] = ()
+
+
+OVERLAP_FORWARD = {"overlap_forward": True}
+IN_BACKWARD = {"overlap_forward": True, "update_in_backward": True}
+OVERLAP_CASES = {
+    "overlap_forward": OverlapCase(OVERLAP_FORWARD),
+    "overlap_forward, clipping": OverlapCase(OVERLAP_FORWARD, (1e-4,)),
+    "window": OverlapCase({"window": "8MiB"}),
+    "overlap_forward, window": OverlapCase({**OVERLAP_FORWARD, "window": "8MiB"}),
+    "overlap_forward, window all": OverlapCase({**OVERLAP_FORWARD, "window": "all"}),
+    "update_in_backward": OverlapCase(IN_BACKWARD),
+    "update_in_backward, clipping never active": OverlapCase(IN_BACKWARD, (1e4,)),
+    "update_in_backward, clipping active every other time": OverlapCase(IN_BACKWARD, (1e4, 1e-4)),
 }
 
 
@@ -49,11 +85,15 @@ def steady_state(dtype: torch.dtype, config: dict[str, Any], steps: int = 20) ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as nothing:
-        pass
-    calls = forbidden_calls(trace) - forbidden_calls(nothing)  # the profiler makes some itself
+    calls = calls_beyond_the_profilers(trace)
     optimizer.close()
     return {"steps": steps, "allocations": allocations, "forbidden_calls": dict(calls)}
+
+
+def calls_beyond_the_profilers(trace: profile) -> Counter[str]:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as nothing:
+        pass
+    return forbidden_calls(trace) - forbidden_calls(nothing)  # the profiler makes some itself
 
 
 def forbidden_calls(trace: profile) -> Counter[str]:
@@ -61,9 +101,85 @@ def forbidden_calls(trace: profile) -> Counter[str]:
     return Counter(name for name in names if any(word in name for word in FORBIDDEN))
 
 
+# Whole iterations
+
+
+class Training:
+    """A small GPT in the loop a user would write."""
+
+    def __init__(self, case: OverlapCase, device: str = "cuda") -> None:
+        torch.manual_seed(0)
+        self.model = GPT(SIZE).to(torch.bfloat16).to(device)
+        plain = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        config = {"master_weights": "split", "chunk_bytes": "1MiB", **case.config}
+        self.optimizer = offstage.offload(plain, self.model, **config)
+        if self.optimizer.config.update_in_backward:
+            update_all_early(self.optimizer)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        shape = (BATCH, SIZE.sequence)
+        self._batches = itertools.cycle([torch.randint(SIZE.vocabulary, shape).to(device) for _ in range(4)])
+        self._max_norms = itertools.cycle(case.max_norms or (None,))
+
+    def run(self, iterations: int) -> None:
+        for _ in range(iterations):
+            self.model(next(self._batches)).backward()
+            max_norm = next(self._max_norms)
+            if max_norm is not None:
+                self.optimizer.clip_grad_norm_(max_norm)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+
+def overlap_steady_state(
+    case: OverlapCase, *, iterations: int = 200, settled: int = 20, traced: int = 10
+) -> dict[str, Any]:
+    """What happens after the first `settled` iterations; a synchronisation raises."""
+    training = Training(case)
+    training.run(settled)
+    before = allocator_bytes()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        training.run(iterations - settled - traced)
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            training.run(traced)
+        after = allocator_bytes()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    calls = calls_beyond_the_profilers(trace)
+    waits = calls.pop(HOST_WAIT, 0)
+    receipt = training.optimizer.receipt()
+    training.optimizer.close()
+    return {
+        "iterations": iterations,
+        "settled_after": settled,
+        "traced": traced,
+        **{f"{name}_growth": after[name] - before[name] for name in after},
+        **after,
+        "forbidden_calls": dict(calls),
+        "host_waits_per_iteration": waits / traced,
+        "streams_created": sum(count for name, count in calls.items() if "StreamCreate" in name),
+        "streams_used": streams_used(trace),
+        "speculation_hits": receipt.speculation_hits,
+        "speculation_misses": receipt.speculation_misses,
+    }
+
+
+def allocator_bytes() -> dict[str, int]:
+    """Counted by the host as it allocates and frees: nothing is waited for."""
+    return {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
+
+
+def streams_used(trace: profile) -> int:
+    """Streams that the device worked on. torch takes new ones from a pool, so that making one leaves no call behind."""
+    return len({event.device_resource_id for event in trace.events() if event.device_type == DeviceType.CUDA})
+
+
 def main() -> None:
     for name, (dtype, config) in CASES.items():
         write_row("steady_state", {"case": name} | steady_state(dtype, config))
+    for name, case in OVERLAP_CASES.items():
+        write_row("steady_state", {"case": name} | overlap_steady_state(case))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
+from tests.training import same_bits
 
 WIDTH = 40
 
@@ -28,7 +31,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks, one of them called twice; an output tied to the embedding; checkpointing of either kind or none."""
 
-    def __init__(self, checkpointing: str = "none", blocks: int = 3) -> None:
+    def __init__(self, checkpointing: str = "none", blocks: int = 2) -> None:
         super().__init__()
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(50, WIDTH)
@@ -47,7 +50,34 @@ class Net(nn.Module):
         return self.head(x) * self.scale(x)
 
 
-CLIPS = {"none": None, "never": 1e4, "always": 1e-3, "sometimes": 90.0}
+CLIPS = {"none": None, "never": 1e4, "always": 1e-4, "sometimes": 1.0}
+"""`max_norm`. Losses of odd steps are a thousandth of the others, so that 1.0 is sometimes enough and sometimes not."""
+
+
+@dataclass
+class Run:
+    """What a training run left, and how much of it happened outside `step()`."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    weights: list[torch.Tensor] = field(default_factory=list)
+    state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
+    norms: list[torch.Tensor] = field(default_factory=list)
+    receipt: offstage.receipt.Receipt | None = None
+    chunks_updated_in_backward: int = 0
+    chunks_fetched_in_backward: int = 0
+    updates_left_to_forward: int = 0
+
+
+def differences(a: Run, b: Run) -> list[str]:
+    """What of two runs is not equal bit for bit: weights, state, norms."""
+    named = zip([name for name, _ in a.model.named_parameters()], a.weights, b.weights, strict=True)
+    found = [f"weight {name}" for name, x, y in named if not same_bits(x, y)]
+    if a.state.keys() != b.state.keys():
+        found.append(f"state keys {a.state.keys() ^ b.state.keys()}")
+    found += [f"state {key}" for key in a.state.keys() & b.state.keys() if not same_bits(a.state[key], b.state[key])]
+    norms = zip(a.norms, b.norms, strict=True)
+    return found + [f"norm of step {step}" for step, (x, y) in enumerate(norms) if not same_bits(x, y)]
 
 
 def train(
@@ -58,41 +88,66 @@ def train(
     checkpointing: str = "none",
     steps: int = 6,
     dtype: torch.dtype = torch.float32,
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
-) -> dict[str, Any]:
-    """Weights, state and norms after `steps` steps. `config=None`: streamed in step(), clipped by torch's function."""
+    base: dict[str, Any] | None = None,
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    options: dict[str, Any] | None = None,
+    make_model: Callable[[str], nn.Module] = Net,
+    groups: Callable[[nn.Module], Any] = lambda model: model.parameters(),
+) -> Run:
+    """Weights, state and norms after `steps` steps. `config=None`: streamed in step(), clipped by torch's function.
+
+    `base` holds for both: formats, placement. A model with an attribute `step` is told which one it is.
+    """
     torch.manual_seed(0)
-    model = Net(checkpointing).to(dtype)
-    options = {"lr": 3e-3, "weight_decay": 0.1} if optimizer_class is torch.optim.AdamW else {"lr": 3e-3}
-    optimizer = optimizer_class(model.parameters(), **options)
-    plain = {"min_bytes": 0, "chunk_bytes": "16KiB"}
-    optimizer = offstage.offload(optimizer, model, **{**plain, **(config or {})})
+    model = make_model(checkpointing).to(dtype)
+    inner = make(groups(model), **({"lr": 3e-3, "weight_decay": 0.1} if options is None else options))
+    settings = {"min_bytes": 0, "chunk_bytes": "16KiB", **(base or {}), **(config or {})}
+    optimizer = offstage.offload(inner, model, **settings)
+    run = Run(model, optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     generator = torch.Generator().manual_seed(1)
-    norms = []
-    for _ in range(steps):
+    for step in range(steps):
+        model.step = step
         for number in range(micro_batches):
             tokens = torch.randint(50, (3, 7), generator=generator)
             loss = nn.functional.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+            loss = loss * (1e-3 if step % 2 else 1.0) / micro_batches
             if number < micro_batches - 1:
                 with optimizer.accumulate():
-                    (loss / micro_batches).backward()
+                    loss.backward()
             else:
-                (loss / micro_batches).backward()
-        if clip != "none":
-            max_norm = CLIPS[clip]
-            if config is None:
-                norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-            else:
-                norms.append(optimizer.clip_grad_norm_(max_norm))
+                loss.backward()
+        max_norm = CLIPS[clip]
+        if max_norm is not None and config is None:
+            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        elif max_norm is not None:
+            run.norms.append(optimizer.clip_grad_norm_(max_norm))
+        _look(run, before_step=True)
         optimizer.step()
+        _look(run, before_step=False)
         scheduler.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    state = {
+    _keep(run)
+    return run
+
+
+def _look(run: Run, *, before_step: bool) -> None:
+    """Count what is under way outside `step()`, from the engine's own books."""
+    for engine in run.optimizer._engines.values():
+        if not before_step:
+            run.updates_left_to_forward += len(engine.pending)
+            continue
+        run.chunks_fetched_in_backward += len(engine._pipeline.staged)
+        if engine._round is not None:
+            run.chunks_updated_in_backward += len(engine._round.done)
+
+
+def _keep(run: Run) -> None:
+    run.state = {
         (index, name): torch.as_tensor(value).clone()
-        for index, values in optimizer.state_dict()["state"].items()
+        for index, values in run.optimizer.state_dict()["state"].items()
         for name, value in values.items()
     }
-    weights = [p.detach().clone() for p in model.parameters()]
-    return {"weights": weights, "state": state, "norms": norms, "receipt": optimizer.receipt(), "optimizer": optimizer}
+    run.weights = [p.detach().clone() for p in run.model.parameters()]
+    run.receipt = run.optimizer.receipt()

@@ -91,7 +91,7 @@ class _Hook:
 
     def __call__(self, *args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # inside a region compiled after offload(): nothing here can run (see `Overlap.check_waited`)
+            return  # inside a region compiled after offload(): nothing here can run ; `Overlap` finds out
         listener = self._listener()
         if listener is not None:
             getattr(listener, self._method)(*(self._arguments or args[:1]))

@@ -15,9 +15,8 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from offstage.flat import copy_back
 from offstage.held_state import HeldState
 from offstage.host_memory import Arena
 from offstage.lanes import Lane, Lanes, Mark, Place, lanes_for, on_device
-from offstage.layout import Chunk, Layout, make_layout
+from offstage.layout import Chunk, Layout, Piece, make_layout
 from offstage.pipeline import HostState, Pipeline, Trip
 from offstage.plan import Placement
 from offstage.receipt import StepTimer
@@ -101,6 +100,7 @@ class Engine:
         self._order = 0
         self._last_update: Mark = None
         self._last_ready: set[HeldState] = set()
+        self._ahead: Iterator[tuple[HostState, Chunk, list[Piece]]] = iter(())
         self._moved_before = (0, 0)
         self._closed = False
         self._foreign = _ForeignWatch(rule, device)
@@ -385,20 +385,19 @@ class Engine:
     def fetch_ahead(self) -> None:
         """Fetch chunks that the next step needs, in its order, as far as the window has room."""
         pipeline = self._pipeline
-        if pipeline is None or pipeline.room_ahead <= 0:
+        if pipeline is None:
             return
-        for host, members in self._hosts:
-            for chunk in host.layout.chunks:
-                wanted = [piece for piece in chunk.pieces if self._is_expected(members[piece.index])]
-                trip = Trip(host, chunk, wanted)
-                if wanted and trip.key not in pipeline.staged:
-                    if pipeline.room_ahead <= 0:
-                        return
-                    pipeline.fetch_ahead(trip)
+        if not pipeline.staged:
+            self._ahead = iter([(host, *x) for host, members in self._hosts for x in self._expected(host, members)])
+        while pipeline.room_ahead > 0 and (found := next(self._ahead, None)) is not None:
+            pipeline.fetch_ahead(Trip(*found))
 
-    def _is_expected(self, held: HeldState) -> bool:
-        """Whether the next step will probably update it: what had no gradient the last time is not fetched."""
-        return held in self._last_ready if self._last_ready else held.param.requires_grad
+    def _expected(self, host: HostState, members: list[HeldState]) -> Iterator[tuple[Chunk, list[Piece]]]:
+        """What the next step will probably update: what had no gradient the last time is not fetched."""
+        for chunk in host.layout.chunks:
+            pieces = [piece for piece in chunk.pieces if members[piece.index] in self._last_ready]
+            if pieces:
+                yield chunk, pieces
 
     def discard_staged(self) -> None:
         """What was fetched ahead is not needed, or no longer the newest."""
@@ -415,26 +414,9 @@ class Engine:
     def lanes(self) -> Lanes | None:
         return self._lanes
 
-    def beyond_the_link(self, params: Collection[torch.Tensor], milliseconds: float) -> set[torch.Tensor]:
-        """The first of `params`, in the order of forward, whose state does not get across within `milliseconds`."""
-        if not self.link_gb_per_s:
-            return set()
-        streamed = [held for held in self._chunks_of if held.param in params]
-        excess = sum(held.nbytes for held in streamed) - self.link_gb_per_s * 1e6 * milliseconds
-        found: set[torch.Tensor] = set()
-        for held in streamed:
-            if excess <= 0:
-                break
-            found.add(held.param)
-            excess -= held.nbytes
-        return found
-
-    def stamp(self) -> Any:
-        """A moment in the caller's stream."""
-        return self._lanes.stamp(Lane.CALLER) if self._lanes is not None else None
-
-    def elapsed_ms(self, start: Any, stop: Any) -> float:
-        return self._lanes.elapsed_ms(start, stop) if self._lanes is not None else 0.0
+    def streamed(self, params: Collection[torch.Tensor]) -> list[HeldState]:
+        """Those of `params` whose state is streamed, in the order of the layout, which is that of forward."""
+        return [held for held in self._chunks_of if held.param in params]
 
     def capturing(self) -> bool:
         return self._lanes is not None and self._lanes.capturing()
@@ -453,8 +435,12 @@ class Engine:
         self.pending[held] = Pending(turn, updated, self._order, round.places[held], round.kept.get(held))
 
     def settle(self, states: Iterable[HeldState], reason: str) -> None:
-        """Make the caller's stream wait for the updates of `states`; then their gradients may go."""
-        due = [self.pending.pop(held) for held in states if held in self.pending]
+        """Make the caller's stream wait for the updates of `states`; then their gradients may go.
+
+        Speculative updates are not settled before it is decided that they stay.
+        """
+        undecided = self._round.ready if self._round is not None and self._round.to_spare else {}
+        due = [self.pending.pop(held) for held in states if held in self.pending and held not in undecided]
         if not due or self._lanes is None or self.timer is None:
             return
         with self.timer.exposed():
@@ -491,6 +477,7 @@ class Engine:
         self._round = None
         self.updating = False
 
+    @torch.no_grad()  # a forward may be running
     def _finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             copy_back(turn.weight, turn.of.param)

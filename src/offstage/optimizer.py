@@ -162,6 +162,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         existing: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
         engine = self._engines.setdefault(device, Engine(device, self.rule, self.config))
+        engine.settle(list(engine.pending), "place: the weights are ready")
         engine.synchronize("place: the lanes are drained")
         for held in states:
             if held.placement is Placement.RESIDENT:
@@ -174,6 +175,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if before is not None:  # more keys than before
                 held.load(before.export(), group_of[held.param])
         engine.drop_unused(self._held.values())
+        if self.speculation.possible:
+            engine.add_spare()
 
     # Runtime
 
@@ -189,11 +192,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.follow_groups()
+        for engine in self._engines.values():
+            if engine.timer is not None:
+                engine.timer.reach_step()
         if self._norm is not None and not self._norm_allows():
             return loss
         if self._updated_early:
             self._check_options()
         turns = self._take_turns()
+        self._norm = None if not turns and not self._updated_early else self._norm
         if turns or self._updated_early:
             for engine in self._engines.values():
                 engine.prepare()
@@ -263,6 +270,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             check_no_duplicates(self.param_groups, self._names)
         changed = self._signatures != [self.rule.signature(group) for group in self.param_groups]
         if changed or any(param not in self._held for param in params):
+            self.restart_round(
+                "Parameter groups changed between backward and step(), after update_in_backward=True had updated "
+                "weights. Expected the same groups from the first gradient to step(). "
+            )
             self._place_new()
 
     def _take_turns(self) -> list[Turn]:
@@ -370,6 +381,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _is_early(self, held: HeldState) -> bool:
         return self._overlap is not None and held.param in self._overlap.updated
 
+    @property
+    def engines(self) -> list[Engine]:
+        """One per device."""
+        return list(self._engines.values())
+
     def begin_round(self) -> None:
         """A step begins, with its first update."""
         self._round += 1
@@ -410,16 +426,29 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         assert self._overlap is not None
         if not self._overlap.options_changed():
             return
+        self.restart_round(
+            "A hyperparameter changed between backward and step(), after update_in_backward=True had updated weights "
+            "with the old one; expected the same from the first gradient to step(). Call schedulers after step(). "
+        )
+
+    def restart_round(self, reason: str) -> None:
+        """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
+        if not self._updated_early:
+            return
         if self.speculation.active:
             self._take_back()
             return
         self.drop_trips()
-        self._lost = (
-            "A hyperparameter changed between backward and step(), after update_in_backward=True had updated weights "
-            "with the old one; expected the same from the first gradient to step(). Call schedulers after step(). "
-            "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
-        )
+        self._lost = reason + "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
         raise StepLostError(self._lost)
+
+    def check_between_steps(self) -> None:
+        """Raise if some weights are new and some are old: nobody should read that."""
+        if self._updated_early:
+            raise OffstageError(
+                "Weights or state were read between backward and step(), when update_in_backward=True has updated some "
+                "of them and not others; expected step() first. Read them after step()."
+            )
 
     def _take_back(self) -> None:
         """Weights and gradients are again as before the speculative updates."""
@@ -469,6 +498,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             placements=tuple(one.placement for one in held),
             slots=sum(self.config.slots for engine in self._engines.values() if engine.planned_slot_bytes),
             slot_bytes=max((engine.planned_slot_bytes for engine in self._engines.values()), default=0),
+            window=self.config.window if any(one.placement is Placement.STREAMED for one in held) else 0,
         )
 
     def receipt(self) -> Receipt:
@@ -512,6 +542,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Give back slots and pinned memory, after the last copy. State that was handed out stays readable."""
         if self._overlap is not None:
             self._overlap.remove()
+        if self.speculation.active:
+            self._take_back()
         for engine in self._engines.values():
             engine.settle(list(engine.pending), "close: the weights are ready")
         for engine in self._engines.values():
@@ -555,8 +587,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._lost is not None:
             raise StepLostError(self._lost)
 
+    def settle(self) -> None:
+        """Make the caller's stream wait for all updates: what is known of a parameter's state is then up to date."""
+        for engine in self._engines.values():
+            engine.settle(list(engine.pending), "read: the state is known")
+
     def drop_trips(self) -> None:
         """Drain everything and forget trips of a lost step: all state is about to be replaced."""
+        if self.speculation.active:
+            self._take_back()
         for engine in self._engines.values():
             engine.settle(list(engine.pending), "load: the weights are ready")
             engine.reset()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,12 @@ _GRADIENTS_IN_FLIGHT = 0.25
 updates, which then hold up backward; the updates are that far behind only where the link is much too slow."""
 
 
+_FIRST_GUESS = 0.25
+"""Share of the state that is left to `step()` until a backward has been measured."""
+_MEASURED_ROUND = 2
+"""Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
+
+
 class Overlap:
     """One optimizer's cues and what it has learned about the training loop."""
 
@@ -57,11 +63,13 @@ class Overlap:
         self._off: str | None = None
         self._accumulating = 0
         self._fired: Counter[torch.Tensor] = Counter()
-        self._once: frozenset[torch.Tensor] | None = None
-        """Parameters whose hook fired once in the iteration that was learned from."""
-        self._backward: dict[Engine, tuple[Any, Any]] = {}
-        """Stamps at the first gradient and the end of that iteration's backward."""
+        self._once: frozenset[torch.Tensor] = frozenset()
+        """Parameters whose hook fired once in the first iteration."""
+        self._early_rounds = 0
+        self._measured = False
+        """Whether it is known how much the link carries during backward."""
         self._most_in_flight = 0.0
+        self._reported_blind = False
         self._running: set[torch.Tensor] = set()
         """Parameters whose module ran forward since the last step."""
         self.early: frozenset[torch.Tensor] | None = None
@@ -78,6 +86,8 @@ class Overlap:
     def bind(self) -> None:
         """Hook parameters that are new."""
         self._cues.bind([held.param for held in self._optimizer.all_held()])
+        for engine in self._optimizer.engines:
+            self._window.check(engine)
 
     def remove(self) -> None:
         self._cues.remove()
@@ -100,13 +110,18 @@ class Overlap:
         for engine, (held,) in self._optimizer.by_engine([param]):
             if self._captured(engine):
                 return
-            self.check_waited(held, engine)
+            self._check_waited(held, engine)
+            if param in self.updated:
+                self._optimizer.restart_round(
+                    f"A gradient for {held.name!r} arrived after its update in backward: step() did not follow the "
+                    "backward before. Expected one backward per step(), the others under optimizer.accumulate(). "
+                )
             self._fired[param] += 1
-            if self._config.update_in_backward and self.early is None:
-                self._watch(engine)
+            if self._early_rounds == _MEASURED_ROUND and not self._measured:
+                self._measure()
             with torch.no_grad(), deferred_interrupts():
                 self._window.in_backward(engine, self._fired.total())
-                if self._is_early(param, held):
+                if self._is_early(held, engine):
                     self._update_now(held, engine)
                 elif not self._config.update_in_backward:
                     engine.fetch_ahead()
@@ -127,11 +142,12 @@ class Overlap:
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is read or loaded."""
-        if not self._off:
-            for engine, states in self._optimizer.by_engine(params):
+        self._optimizer.check_between_steps()
+        for engine, states in self._optimizer.by_engine(params):
+            if not engine.capturing():
                 engine.settle(states, "read: the weights are ready")
 
-    def check_waited(self, held: HeldState, engine: Engine) -> None:
+    def _check_waited(self, held: HeldState, engine: Engine) -> None:
         """A gradient came out of a forward that read weights while their update was still under way."""
         if held in engine.pending and held.param not in self.updated:
             module = self._cues.module_of.get(held.param, "unknown")
@@ -165,16 +181,9 @@ class Overlap:
 
     # Updates in backward
 
-    def _watch(self, engine: Engine) -> None:
-        """During the first backward, and at the beginning of the second."""
-        if self._once is not None:
-            self._decide_early()
-        elif engine not in self._backward:
-            self._backward[engine] = (engine.stamp(), None)
-
-    def _is_early(self, param: torch.Tensor, held: HeldState) -> bool:
+    def _is_early(self, held: HeldState, engine: Engine) -> bool:
         speculation = self._optimizer.speculation
-        if self.early is None or param not in self.early or not speculation.allows_early:
+        if self.early is None or held.param not in self.early or not speculation.allows_early or engine.lanes is None:
             return False
         # Resident state has no second set; its update costs no transfer and can as well be made in step().
         return held.placement is Placement.STREAMED or not speculation.clips
@@ -215,7 +224,8 @@ class Overlap:
     def give_gradients_back(self) -> None:
         """The updates in backward were taken back: `step()` finds the gradients where autograd left them."""
         for param, gradient in self.gradients.items():
-            param.grad = gradient
+            if isinstance(param.grad, DroppedGradient):  # otherwise someone has set it, or zeroed it, since
+                param.grad = gradient
         self.updated.clear()
         self.gradients.clear()
         self._used_options.clear()
@@ -231,45 +241,76 @@ class Overlap:
         """Take the gradients; return the states whose weights may come as late as in the next forward."""
         self._window.end_step(self._fired.total())
         late: set[HeldState] = set()
+        blind = 0
         for held in [*self.updated.values(), *(turn.of for turn in turns)]:
             assert isinstance(held, HeldState)
             if self._config.overlap_forward and not self._off and held.param in self._running:
                 late.add(held)
                 held.param.grad = None
+            elif held.placement is Placement.STREAMED:
+                blind += 1
+        self._report_blind(blind, len(late))
+        self._early_rounds += bool(self.updated)
         self._learn()
         self.forget()
         return late
 
+    def _report_blind(self, blind: int, late: int) -> None:
+        """Nothing falls back silently."""
+        if self._config.overlap_forward and blind and not self._off and not self._reported_blind:
+            self._reported_blind = True
+            logger.warning(
+                "overlap_forward: step() waits for %d of %d parameters, because the forward of their modules was not "
+                "seen. Their weights are read by another module, or the model was compiled after offload().",
+                blind,
+                blind + late,
+            )
+
     # Learning
 
     def _learn(self) -> None:
-        """The first iteration is over: who fired once, and how long did backward take?"""
-        if not self._config.update_in_backward or self._once is not None or not self._fired:
-            return
-        self._once = frozenset(param for param, times in self._fired.items() if times == 1)
-        self._backward = {engine: (start, engine.stamp()) for engine, (start, _) in self._backward.items()}
-        several = len(self._fired) - len(self._once)
-        if several:
-            logger.info("%d parameters get their gradient in several parts and wait for step()", several)
+        """The first iteration is over: whose hook fired once?"""
+        if self._config.update_in_backward and self.early is None and self._fired:
+            self._once = frozenset(param for param, times in self._fired.items() if times == 1)
+            several = len(self._fired) - len(self._once)
+            if several:
+                logger.info("%d parameters get their gradient in several parts and wait for step()", several)
+            self._choose_early(dict.fromkeys(self._optimizer.engines, _FIRST_GUESS))
 
-    def _decide_early(self) -> None:
-        """Before the second backward: what the link cannot move during backward is better left to `step()`.
+    def _measure(self) -> None:
+        """What did the link have time for in the last backward?"""
+        shares = {}
+        for engine in self._optimizer.engines:
+            total = sum(held.nbytes for held in engine.streamed(self._once))
+            if total and engine.link_gb_per_s and engine.timer is not None:
+                shares[engine] = 1 - engine.link_gb_per_s * 1e6 * engine.timer.backward_ms() / total
+        self._measured = True
+        self._choose_early(shares)
+
+    def _choose_early(self, shares: Mapping[Engine, float]) -> None:
+        """What the link cannot move during backward, a share of each device's state, is better left to `step()`.
 
         The parameters that forward needs first get their gradients last. Left to `step()` they go in the order in
         which forward needs them, instead of queueing up behind the others.
         """
-        assert self._once is not None
-        deferred: set[torch.Tensor] = set()
-        for engine, (start, stop) in self._backward.items():
-            deferred |= engine.beyond_the_link(self._once, engine.elapsed_ms(start, stop))
-        self.early = self._once - deferred
+        left: set[torch.Tensor] = set()
+        for engine, share in shares.items():
+            streamed = engine.streamed(self._once)
+            room = share * sum(held.nbytes for held in streamed)
+            for held in streamed:
+                if room <= 0:
+                    break
+                left.add(held.param)
+                room -= held.nbytes
+        self.early = self._once - left
         self._most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.early)
-        logger.info("%d parameters are updated in backward, %d in step()", len(self.early), len(deferred))
+        logger.info("update_in_backward: %d parameters in backward, %d in step()", len(self.early), len(left))
 
     def forget(self) -> None:
-        """After a lost step or a load: nothing is under way."""
+        """Nothing is under way."""
         for param in self.updated:
-            param.grad = None
+            if isinstance(param.grad, DroppedGradient):
+                param.grad = None
         self.updated.clear()
         self.gradients.clear()
         self._used_options.clear()

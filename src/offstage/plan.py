@@ -41,6 +41,8 @@ class Plan:
     slots: int
     slot_bytes: int
     """At most this much per slot: `chunk_bytes`, the largest unsplittable parameter, or all there is."""
+    window: int | str = 0
+    """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` are found out in training."""
 
     def bytes_of(self, placement: Placement) -> int:
         return sum(s.state_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is placement)
@@ -51,16 +53,19 @@ class Plan:
 
     @property
     def device_bytes(self) -> int:
-        """State on the device: resident state and slots."""
-        return self.bytes_of(Placement.RESIDENT) + self.slots * self.slot_bytes
+        """State on the device: resident state, slots, and a window of known size."""
+        window = self.window if isinstance(self.window, int) else 0
+        return self.bytes_of(Placement.RESIDENT) + self.slots * self.slot_bytes + window
 
     def summary(self) -> str:
         """One line, for `repr(optimizer)` and logs."""
         count = {p: self.placements.count(p) for p in Placement}
+        size = format_size(self.window) if isinstance(self.window, int) else repr(self.window)
+        window = f" and a window of {size}" if self.window and self.slots else ""
         return (
             f"state: {format_size(self.bytes_of(Placement.RESIDENT))} resident ({count[Placement.RESIDENT]} parameters)"
             f", {format_size(self.bytes_of(Placement.STREAMED))} streamed ({count[Placement.STREAMED]}) through "
-            f"{self.slots} slots of {format_size(self.slot_bytes)}"
+            f"{self.slots} slots of {format_size(self.slot_bytes)}{window}"
         )
 
     def __str__(self) -> str:
@@ -95,7 +100,7 @@ def plan_placements(
     streamed = [size for i, size in enumerate(sizes) if i not in resident]
     placements = tuple(Placement.RESIDENT if i in resident else Placement.STREAMED for i in range(len(sizes)))
     slots = config.slots if streamed else 0
-    return Plan(tuple(sizes), placements, slots, _slot_bytes(streamed, chunk_bytes))
+    return Plan(tuple(sizes), placements, slots, _slot_bytes(streamed, chunk_bytes), config.window if streamed else 0)
 
 
 def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
@@ -111,11 +116,14 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
     budget = int(config.device_budget)
     if everything <= budget and config.fraction is None:
         return everything
-    staging = config.slots * slot_bytes
+    window = int(config.window)  # the config refuses "auto" and "all" beside a budget
+    staging = config.slots * slot_bytes + window
+    also = f", a window of {format_size(window)}" if window else ""
     need = staging + kept
     if need > budget:
         raise ConfigError(
-            f"device_budget of {format_size(budget)} cannot hold {config.slots} slots of {format_size(slot_bytes)} "
+            f"device_budget of {format_size(budget)} cannot hold {config.slots} slots of "
+            f"{format_size(slot_bytes)}{also} "
             f"and {format_size(kept)} of state that stays resident (parameters under min_bytes, or placed before). "
             f"Raise it to {format_size(need)}, or lower chunk_bytes or slots."
         )

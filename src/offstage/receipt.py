@@ -100,6 +100,8 @@ class StepTimer:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._start: Any = None
+        self._step: Any = None
+        self._waits_in_backward = 0
         self._stops: dict[Lane, Any] = {}
         self._waits: list[tuple[Any, Any]] = []
         self._waits_before: list[tuple[Any, Any]] = []
@@ -108,6 +110,16 @@ class StepTimer:
         """The caller's stream reaches the step's first gradients. Whatever waited for the step before has done so."""
         self._start = self._lanes.stamp(Lane.CALLER)
         self._waits_before, self._waits = self._waits, []
+
+    def reach_step(self) -> None:
+        """The caller's stream reaches `step()`: backward is over."""
+        self._step, self._waits_in_backward = self._lanes.stamp(Lane.CALLER), len(self._waits)
+
+    def backward_ms(self) -> float:
+        """From the first update in backward to `step()`, without waiting for updates."""
+        waits = self._waits[: self._waits_in_backward]
+        waited = sum(self._lanes.elapsed_ms(before, after) for before, after in waits)
+        return self._lanes.elapsed_ms(self._start, self._step) - waited
 
     @contextlib.contextmanager
     def exposed(self) -> Iterator[None]:

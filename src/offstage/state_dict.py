@@ -30,6 +30,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         held = self._optimizer.held(param)
+        self._optimizer.check_between_steps()
         self._optimizer.synchronize()
         return _ParamView(self, param, held.export())
 
@@ -45,6 +46,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         self[param] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        self._optimizer.settle()
         return (held.param for held in self._optimizer.all_held() if held.present or held.scalars)
 
     def __len__(self) -> int:
@@ -55,6 +57,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
             held = self._optimizer.held(param)  # type: ignore[arg-type]
         except KeyError:
             return False
+        self._optimizer.settle()
         return bool(held.present or held.scalars)
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
@@ -112,6 +115,7 @@ def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     optimizer.check_not_lost()
+    optimizer.check_between_steps()
     optimizer.synchronize()
     index = {param: i for i, param in enumerate(_params(optimizer))}
     groups = []

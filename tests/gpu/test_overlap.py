@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overlap on real streams: the same bits in every setting, nothing unordered, no wait of the host, less memory."""
+
+import contextlib
+import functools
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offstage
+from benchmarks.overlap_bits import (
+    DELAYED,
+    IN_BACKWARD,
+    LANES,
+    MASTERS,
+    SETTINGS,
+    SMALL,
+    Checked,
+    Gates,
+    Run,
+    batches,
+    build,
+    delayed_lanes,
+    mismatches,
+    offloaded,
+    train,
+    update_all_early,
+)
+from benchmarks.steady_state import OVERLAP_CASES, overlap_steady_state
+from offstage.checked_lanes import CheckedLanes
+from offstage.errors import OffstageError, RaceError
+from offstage.lanes import Lane, use_lanes
+from tests.training import same_bits
+
+DEVICE = "cuda"
+STEPS = 8
+CLIPS = ["none", "never", "sometimes", "always"]
+OVERLAPPED = {name: config for name, config in SETTINGS.items() if config}
+run_gates = functools.partial(train, steps=STEPS, size=SMALL, device=DEVICE)
+
+
+@functools.cache
+def plain(clip: str = "none", infinite_step: int | None = None) -> Run:
+    """Updates in step(), fp32 masters, torch's own clipping. What every other run is compared with."""
+    return run_gates({"master_weights": "fp32"}, clip=clip, infinite_step=infinite_step, clipped_by_torch=True)
+
+
+def assert_same(run: Run, reference: Run) -> None:
+    found = {name: count for name, count in mismatches(run, reference).items() if count}
+    assert not found
+    assert all(weight.isfinite().all() for weight in run.weights)
+
+
+def assert_overlapped(run: Run, config: dict[str, Any], clip: str = "none") -> None:
+    """The run cannot have been a plain one."""
+    early = config.get("update_in_backward", False)
+    assert (run.updated_in_backward > 0) == early
+    assert (run.fetched_in_backward > 0) == bool(early or config.get("window"))
+    assert (run.taken_by_step > 0) == config.get("overlap_forward", False)
+    assert (run.receipt.speculation_hits > 0) == (early and clip in ("never", "sometimes"))
+    assert (run.receipt.speculation_misses > 0) == (early and clip in ("sometimes", "always"))
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_gives_the_bits_of_plain_steps(setting: str, clip: str, masters: str) -> None:
+    run = run_gates({**SETTINGS[setting], "master_weights": masters}, clip=clip)
+    assert_same(run, plain(clip))
+    assert_overlapped(run, SETTINGS[setting], clip)
+
+
+def test_the_steps_are_clipped_as_often_as_their_name_says() -> None:
+    limits = {"never": 1e4, "sometimes": 0.3, "always": 1e-4}
+    clipped = {clip: sum(float(norm) > limit for norm in plain(clip).norms) for clip, limit in limits.items()}
+    assert clipped == {"never": 0, "sometimes": STEPS // 2, "always": STEPS}
+
+
+@pytest.mark.parametrize("setting", OVERLAPPED)
+def test_a_norm_that_is_not_finite_changes_nothing(setting: str) -> None:
+    """In the sixth step, which speculation would have hit."""
+    run = run_gates({**SETTINGS[setting], "master_weights": "split"}, clip="sometimes", infinite_step=5)
+    assert_same(run, plain("sometimes", infinite_step=5))
+    assert run.receipt.skipped_steps == 1
+
+
+@pytest.mark.parametrize("lane", LANES, ids=lambda lane: lane.value)
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize(("setting", "clip"), DELAYED)
+def test_delays_change_nothing(setting: str, clip: str, masters: str, lane: Lane) -> None:
+    with delayed_lanes(lane):
+        config = {**SETTINGS[setting], "master_weights": masters}
+        run = run_gates(config, clip=clip, delayed=lane is Lane.CALLER)
+    assert_same(run, plain(clip))
+    assert_overlapped(run, SETTINGS[setting], clip)
+
+
+# Happens before
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("clip", ["none", "sometimes"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_checker_finds_nothing_on_real_streams(setting: str, clip: str, masters: str) -> None:
+    lanes = Checked()
+    with use_lanes(lanes):
+        run = run_gates({**SETTINGS[setting], "master_weights": masters}, clip=clip)
+    assert lanes.accesses > 1000
+    assert_same(run, plain(clip))
+
+
+class Forgetful(CheckedLanes):
+    """Leaves out the wait of one name."""
+
+    def __init__(self, device: torch.device, forgotten: str) -> None:
+        super().__init__(device)
+        self._forgotten = forgotten
+
+    def submit(self, lane: Lane, work: Callable[[], None], *, after: dict, **buffers: Any) -> Any:
+        kept = {reason: mark for reason, mark in after.items() if reason != self._forgotten}
+        return super().submit(lane, work, after=kept, **buffers)
+
+    def wait(self, mark: Any, reason: str, also: Any = None) -> None:
+        if reason != self._forgotten:
+            super().wait(mark, reason, also)
+
+    def wait_on_host(self, mark: Any, reason: str) -> None:
+        if reason != self._forgotten:
+            super().wait_on_host(mark, reason)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize(
+    ("wait", "config", "clip"),
+    [
+        ("fetch: the slot is free", {"overlap_forward": True}, "none"),
+        ("update: the state is fetched", {"window": "some"}, "none"),
+        ("store: the state is updated", {"update_in_backward": True}, "none"),
+        ("update: the gradients are ready", {"update_in_backward": True}, "none"),
+        ("step: the weights are ready", {"window": "all"}, "none"),
+        ("forward: the weights are ready", {"overlap_forward": True}, "none"),
+        ("forward: the weights are ready", IN_BACKWARD, "none"),
+        ("step: the norm is known", IN_BACKWARD, "never"),
+        ("redo: the speculative updates are done", IN_BACKWARD, "always"),
+    ],
+)
+def test_the_checker_notices_a_missing_wait(wait: str, config: dict[str, Any], clip: str) -> None:
+    """The control of the test before: the same runs, with one wait left out."""
+    with use_lanes(lambda device: Forgetful(device, wait)), pytest.raises(OffstageError) as caught:
+        run_gates(config, clip=clip)
+    torch.accelerator.synchronize()  # the buffers are still there: the traceback holds them
+    assert any(isinstance(error, RaceError) for error in causes(caught.value))
+
+
+# Compiled modules
+
+
+def _compile_blocks(model: Gates, backend: str = "aot_eager") -> None:
+    model.gates = nn.ModuleList(torch.compile(gate, backend=backend) for gate in model.gates)
+
+
+def _compile_blocks_in_place(model: Gates) -> None:
+    for gate in model.gates:
+        gate.compile(backend="aot_eager")
+
+
+def _compile_model_in_place(model: Gates) -> None:
+    model.compile(backend="aot_eager")
+
+
+def _compile_with_inductor(model: Gates) -> None:
+    _compile_blocks(model, "inductor")
+
+
+@pytest.fixture
+def _no_compiled_code() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+COMPILED_SETTINGS = [("overlap_forward", "none"), ("update_in_backward, overlap_forward", "sometimes")]
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize(("setting", "clip"), COMPILED_SETTINGS)
+@pytest.mark.parametrize("prepare", [_compile_blocks, _compile_blocks_in_place, _compile_model_in_place])
+def test_compiled_modules_have_their_cue_at_the_boundary(prepare: Callable, setting: str, clip: str) -> None:
+    run = run_gates(SETTINGS[setting], clip=clip, prepare=prepare)
+    assert_same(run, run_gates({}, clip=clip, clipped_by_torch=True, prepare=prepare))
+    assert_overlapped(run, SETTINGS[setting], clip)
+    if clip == "none":
+        assert run.taken_by_step == STEPS * len(run.weights)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+def test_inductor() -> None:
+    run = run_gates(IN_BACKWARD, prepare=_compile_with_inductor)
+    assert_same(run, run_gates({}, prepare=_compile_with_inductor))
+    assert_overlapped(run, IN_BACKWARD)
+
+
+@pytest.mark.usefixtures("_no_compiled_code")
+@pytest.mark.parametrize("setting", ["overlap_forward, window all", "update_in_backward, overlap_forward"])
+def test_a_model_compiled_after_offload_is_waited_for_in_step(setting: str) -> None:
+    """Nothing inside a compiled region can give a cue: no module waits, so step() does."""
+
+    def loop(config: dict[str, Any]) -> list[torch.Tensor]:
+        model = build(SMALL, DEVICE)
+        optimizer = offloaded(model, SMALL, config)
+        compiled = torch.compile(model, backend="aot_eager")
+        for x, gradient in batches(SMALL, DEVICE, STEPS):
+            compiled(x).backward(gradient)
+            optimizer.step()
+            optimizer.zero_grad()
+        return result(model, optimizer)
+
+    assert same(loop(SETTINGS[setting]), loop({}))
+
+
+# CUDA graphs
+
+
+def result(model: nn.Module, optimizer: offstage.OffloadedOptimizer) -> list[torch.Tensor]:
+    state = optimizer.state_dict()["state"]
+    tensors = [torch.as_tensor(value).clone() for values in state.values() for _, value in sorted(values.items())]
+    return [param.detach().cpu() for param in model.parameters()] + tensors
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    assert all(tensor.isfinite().all() for tensor in ours)
+    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Static:
+    """Forward and backward of one model on static inputs, run or captured and replayed."""
+
+    def __init__(self) -> None:
+        self.model = build(SMALL, DEVICE)
+        self.x, self.gradient = (torch.empty_like(tensor) for tensor in batches(SMALL, DEVICE, 1)[0])
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        self.model(self.x).backward(self.gradient)
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """On a side stream, as torch's documentation asks for."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            work()
+        torch.cuda.current_stream().wait_stream(side)
+
+    def capture(self) -> None:
+        """Without gradients: backward makes them in the graph's own memory, where replays write them again."""
+        self.model.zero_grad(set_to_none=True)
+        gc.collect()  # an arena of an earlier test that is unregistered now would wait for the device
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def iterate(self, optimizer: offstage.OffloadedOptimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.x.copy_(batch[0])
+        self.gradient.copy_(batch[1])
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        optimizer.step()
+        if self.graph is None:
+            optimizer.zero_grad()
+
+
+def never_captured(config: dict[str, Any]) -> list[torch.Tensor]:
+    static = Static()
+    optimizer = offloaded(static.model, SMALL, config)
+    for batch in batches(SMALL, DEVICE, STEPS):
+        static.iterate(optimizer, batch)
+    return result(static.model, optimizer)
+
+
+def captured_before_offload(config: dict[str, Any]) -> list[torch.Tensor]:
+    static = Static()
+    static.x.zero_()
+    static.gradient.zero_()
+    static.warm_up(lambda: [static.run() for _ in range(3)])
+    static.capture()
+    optimizer = offloaded(static.model, SMALL, config)
+    for batch in batches(SMALL, DEVICE, STEPS):
+        static.iterate(optimizer, batch)
+    return result(static.model, optimizer)
+
+
+def captured_after_offload(config: dict[str, Any]) -> list[torch.Tensor]:
+    static = Static()
+    static.x.zero_()
+    static.gradient.zero_()
+    optimizer = offloaded(static.model, SMALL, config)
+    static.warm_up(lambda: [static.run() for _ in range(3)])  # without a step: these gradients go
+    static.capture()
+    for batch in batches(SMALL, DEVICE, STEPS):
+        static.iterate(optimizer, batch)
+    return result(static.model, optimizer)
+
+
+def captured_after_steps(config: dict[str, Any]) -> list[torch.Tensor]:
+    """The first iterations are the warm-up, so that updates are under way when the capture begins."""
+    static = Static()
+    optimizer = offloaded(static.model, SMALL, config)
+    data = batches(SMALL, DEVICE, STEPS)
+    static.warm_up(lambda: [static.iterate(optimizer, batch) for batch in data[:4]])
+    static.capture()
+    for batch in data[4:]:
+        static.iterate(optimizer, batch)
+    return result(static.model, optimizer)
+
+
+GRAPH_SETTINGS = ["overlap_forward", "overlap_forward, window all", "update_in_backward, overlap_forward, window"]
+
+
+@pytest.mark.parametrize("setting", GRAPH_SETTINGS)
+@pytest.mark.parametrize(
+    ("loop", "warnings"), [(captured_before_offload, 0), (captured_after_offload, 1), (captured_after_steps, 1)]
+)
+def test_graph_replays_give_the_bits_of_the_plain_loop(
+    loop: Callable, warnings: int, setting: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A capture switches everything outside step() off, and says so once; a graph from before is not even seen."""
+    with caplog.at_level(logging.WARNING, "offstage"), delayed_lanes(Lane.UPDATE):
+        replayed = loop(SETTINGS[setting])
+    assert same(replayed, never_captured({}))
+    assert len([record for record in caplog.records if "capture" in record.getMessage()]) == warnings
+
+
+# Checkpointing
+
+
+@pytest.mark.parametrize("clip", ["none", "sometimes"])
+@pytest.mark.parametrize("setting", ["overlap_forward, window", "update_in_backward, overlap_forward"])
+@pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
+def test_checkpointing(checkpointing: str, setting: str, clip: str) -> None:
+    """Forward runs again inside backward. With reentrant checkpointing the first gate's hook fires twice."""
+    run = run_gates(SETTINGS[setting], clip=clip, checkpointing=checkpointing)
+    reference = run_gates({}, clip=clip, checkpointing=checkpointing, clipped_by_torch=True)
+    assert_same(run, reference)
+    assert_overlapped(run, SETTINGS[setting], clip)
+
+
+# Memory
+
+
+def test_updates_in_backward_lower_the_peak_by_most_of_the_gradients() -> None:
+    layers, width = 24, 1024
+
+    def peak(config: dict[str, Any]) -> int:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        model = model.to(torch.bfloat16).to(DEVICE)
+        optimizer = offstage.offload(torch.optim.AdamW(model.parameters()), model, chunk_bytes="4MiB", **config)
+        if config.get("update_in_backward"):
+            update_all_early(optimizer)
+        x = torch.randn(8, width).to(DEVICE, torch.bfloat16)
+        for iteration in range(8):
+            if iteration == 4:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return torch.cuda.max_memory_allocated()
+
+    gradients = layers * width * width * 2
+    saved = peak({"overlap_forward": True}) - peak(IN_BACKWARD)
+    assert saved > gradients / 2
+
+
+# The host waits for nothing
+
+
+@pytest.mark.parametrize("name", OVERLAP_CASES)
+def test_no_synchronisation_no_growth_and_no_new_streams(name: str) -> None:
+    """But for the one wait on the norm of a clipped step."""
+    case = OVERLAP_CASES[name]
+    found = overlap_steady_state(case, iterations=18, settled=10, traced=4)
+    assert found["forbidden_calls"] == {}
+    assert found["host_waits_per_iteration"] == (1 if case.max_norms else 0)
+    assert found["allocated_bytes_growth"] == 0
+    assert found["reserved_bytes_growth"] == 0
+    assert found["streams_used"] <= len(Lane)
+
+
+def test_the_debug_mode_notices_a_synchronisation() -> None:
+    """The control of the test before."""
+    value = torch.ones(1, device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            value.item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+# Streams
+
+
+class Elsewhere:
+    """Forward and backward on a stream of their own; `step_too`: everything else as well."""
+
+    def __init__(self, *, step_too: bool) -> None:
+        self.stream = torch.cuda.Stream()
+        self._step_too = step_too
+
+    @contextlib.contextmanager
+    def __call__(self, moment: str) -> Iterator[None]:
+        if moment == "step" and not self._step_too:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
+@pytest.mark.parametrize("lane", [None, Lane.UPDATE, Lane.STORE], ids=lambda lane: lane.value if lane else "no delay")
+@pytest.mark.parametrize("step_too", [False, True])
+@pytest.mark.parametrize("clip", ["none", "sometimes"])
+@pytest.mark.parametrize("setting", ["overlap_forward, window all", "update_in_backward, overlap_forward"])
+def test_training_on_another_stream(setting: str, clip: str, step_too: bool, lane: Lane | None) -> None:
+    with delayed_lanes(lane):
+        run = run_gates(SETTINGS[setting], clip=clip, where=Elsewhere(step_too=step_too))
+    assert_same(run, plain(clip))
+    assert_overlapped(run, SETTINGS[setting], clip)
+
+
+class Greedy(Elsewhere):
+    """After each step the training stream fills all memory it is given, and waits for nobody before that."""
+
+    def __init__(self) -> None:
+        super().__init__(step_too=False)
+
+    @contextlib.contextmanager
+    def __call__(self, moment: str) -> Iterator[None]:
+        with super().__call__(moment):
+            yield
+        if moment == "step":
+            with torch.cuda.stream(self.stream):
+                sizes = [SMALL.width] * (8 * SMALL.gates) + [SMALL.narrow] * (8 * SMALL.gates)
+                taken = [torch.full((size,), torch.nan, dtype=torch.bfloat16, device=DEVICE) for size in sizes]
+                del taken
+
+
+@pytest.mark.parametrize("clip", ["none", "never", "sometimes", "always"])
+def test_memory_goes_back_to_its_stream_behind_the_last_use(clip: str) -> None:
+    """Gradients and kept weights belong to the stream of backward. step() runs on another one, and late; the memory
+    must not be handed on before that."""
+    with delayed_lanes(Lane.UPDATE):
+        run = run_gates(IN_BACKWARD, clip=clip, where=Greedy())
+    assert_same(run, plain(clip))
