@@ -111,6 +111,45 @@ BAD_SETTINGS = {
         {"rule": "torch", "state_dtype": "bfloat16"},
         ["state_dtype", "contradicts rule='torch'", "Remove state_dtype"],
     ),
+    "window not a size": ({"window": "some"}, ["window", "'some'", "such as '8GiB'", "'auto'", "'all'"]),
+    "window negative": ({"window": -1}, ["window", "-1", "at least 0"]),
+    "window not a number": ({"window": True}, ["window", "True", "such as '8GiB'"]),
+    "window None": ({"window": None}, ["window", "None", "such as '8GiB'"]),
+    "window smaller than a slot": (
+        {**SMALL, "window": "10KiB"},
+        ["window=10.0 KiB", "one slot of 16.0 KiB", "Use at least that", "window=0"],
+    ),
+    "window auto without a peak": (
+        {"window": "auto"},
+        ["window='auto'", "expected both or neither", "device_peak=None", "Give device_peak='40GiB'"],
+    ),
+    "a peak without window auto": (
+        {"window": "1GiB", "device_peak": "2GiB"},
+        ["window='auto'", "expected both or neither", "device_peak=", "window as a size"],
+    ),
+    "window all with a budget": (
+        {"window": "all", "device_budget": "1GiB"},
+        ["window='all'", "contradicts device_budget=1.0 GiB", "Give window as a size"],
+    ),
+    "window auto with a budget": (
+        {"window": "auto", "device_peak": "2GiB", "device_budget": "1GiB"},
+        ["window='auto'", "contradicts device_budget=1.0 GiB", "Give window as a size"],
+    ),
+    "no room for slots and window": (
+        {**SMALL, "device_budget": "48KiB", "window": "32KiB"},
+        ["device_budget of 48.0 KiB", "3 slots of 16.0 KiB", "a window of 32.0 KiB", "Raise it to 80.0 KiB"],
+    ),
+    "overlap_forward": ({"overlap_forward": 1}, ["overlap_forward", "True or False", "found 1"]),
+    "update_in_backward": ({"update_in_backward": "yes"}, ["update_in_backward", "True or False", "found 'yes'"]),
+    "off with a window": ({"fraction": 0.0, "window": "all"}, ["fraction=0.0", "contradicts window", "raise fraction"]),
+    "off with overlap_forward": (
+        {"fraction": 0.0, "overlap_forward": True},
+        ["fraction=0.0", "contradicts", "overlap_forward", "Leave them out"],
+    ),
+    "off with update_in_backward": (
+        {"fraction": 0.0, "update_in_backward": True},
+        ["fraction=0.0", "contradicts", "update_in_backward", "Leave them out"],
+    ),
 }
 
 
@@ -141,6 +180,110 @@ def test_config_of_another_kind():
     inner = used_adamw(model)
     with refused(inner, ConfigError, "OffloadConfig", "found dict", "keywords"):
         offstage.offload(inner, model, {"fraction": 0.5})
+
+
+def test_overlap_forward_without_the_model():
+    model = make_model()
+    inner = used_adamw(model)
+    fragments = ["overlap_forward=True needs the model", "found no model", "offload(optimizer, model,"]
+    with refused(inner, ConfigError, *fragments):
+        offstage.offload(inner, **SMALL, overlap_forward=True)
+    train(model, offstage.offload(inner, model, **SMALL, overlap_forward=True), 2)  # the advice works
+
+
+def test_update_in_backward_with_ddp():
+    with one_process_group():
+        model = nn.parallel.DistributedDataParallel(make_model())
+        inner = used_adamw(model)
+        fragments = ["update_in_backward=True", "DistributedDataParallel", "Expected a model without it", "Use overlap"]
+        with refused(inner, ConfigError, *fragments):
+            offstage.offload(inner, model, **SMALL, update_in_backward=True)
+        train(model, offstage.offload(inner, model, **SMALL, overlap_forward=True, window="all"), 2)
+
+
+# The loop
+
+
+def updated_in_backward(**config):
+    """A loop in the middle of an iteration: backward has updated weights, step() has not been called."""
+    model, optimizer = offloaded_model(**SMALL, update_in_backward=True, **config)
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    loss_of(model, 3).backward()
+    return model, optimizer
+
+
+def clip_late(model, optimizer):
+    optimizer.clip_grad_norm_(1.0)
+
+
+def run_forward(model, optimizer):
+    loss_of(model, 4)
+
+
+def save_state(model, optimizer):
+    optimizer.state_dict()
+
+
+def save_weights(model, optimizer):
+    model.state_dict()
+
+
+def use_gradient(model, optimizer):
+    model[2].weight.grad.sum()
+
+
+def backward_again(model, optimizer):
+    (model[2].weight * 2).sum().backward()
+
+
+IN_BETWEEN = [
+    (clip_late, ["clip_grad_norm_()", "for the first time after", "Expected it in every iteration from the first on"]),
+    (run_forward, ["'0'", "between backward and step()", "Expected step() first", "optimizer.accumulate()"]),
+    (save_state, ["between backward and step()", "expected step() first", "Read them after step()"]),
+    (save_weights, ["between backward and step()", "expected step() first", "Read them after step()"]),
+    (use_gradient, ["'2.weight'", "dropped", "optimizer.clip_grad_norm_(max_norm)", "update_in_backward=False"]),
+    (backward_again, ["'2.weight'", "dropped", "under optimizer.accumulate()", "one backward per step"]),
+]
+
+
+@pytest.mark.parametrize(("action", "fragments"), IN_BETWEEN, ids=[case[0].__name__ for case in IN_BETWEEN])
+def test_between_backward_and_step(action, fragments):
+    """What cannot be had then is refused, and the step is made as if nothing had been asked."""
+    model, optimizer = updated_in_backward()
+    with one_error(offstage.OffstageError, *fragments):
+        action(model, optimizer)
+    optimizer.step()
+    reference_model, reference = offloaded_model()
+    train(reference_model, reference, 4)
+    assert_same(reference_model, reference, model, optimizer)
+
+
+def test_a_hyperparameter_that_changes_after_its_use():
+    _, optimizer = updated_in_backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    fragments = [
+        "hyperparameter changed between backward and step()",
+        "expected the same",
+        "Call schedulers after step()",
+    ]
+    with one_error(StepLostError, *fragments, "load_state_dict"):
+        optimizer.step()
+
+
+def test_a_weight_read_without_its_module():
+    model, optimizer = offloaded_model(**SMALL, overlap_forward=True)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    fragments = ["'2.weight'", "module '2'", "Expected every read", "Call synchronize() before that read"]
+    with one_error(offstage.OffstageError, *fragments):
+        (model[2].weight * 2).sum().backward()
+
+
+def test_prefetch_without_a_window():
+    model, optimizer = offloaded_model(**SMALL, overlap_forward=True)
+    with unchanged(model, optimizer), one_error(ConfigError, "window", "found window=0", "Use window='all'"):
+        optimizer.prefetch()
 
 
 # Host memory

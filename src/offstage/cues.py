@@ -11,6 +11,7 @@ Hooks know the listener weakly, and copies of a model (deepcopy, pickle) are not
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -112,19 +113,24 @@ class _WrappedCall:
     """The call of a module compiled in place, with a cue in front; `remove` puts the call back."""
 
     def __init__(self, module: nn.Module, cue: _Hook) -> None:
-        self._module, self._inner = weakref.ref(module), module._compiled_call_impl
-        inner = self._inner
+        self._module, self._cue = weakref.ref(module), cue
+        self.inner, self.removed = module._compiled_call_impl, False
+        module._compiled_call_impl = self
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            cue()
-            return inner(*args, **kwargs)  # type: ignore[misc]
-
-        module._compiled_call_impl = call
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.removed:
+            self._cue()
+        return self.inner(*args, **kwargs)  # type: ignore[misc]
 
     def remove(self) -> None:
+        """Out of the way at once; unwrapped as soon as nobody else's wrapper is around it."""
+        self.removed = True
         module = self._module()
-        if module is not None:
-            module._compiled_call_impl = self._inner
+        while module is not None and isinstance(call := module._compiled_call_impl, _WrappedCall) and call.removed:
+            module._compiled_call_impl = call.inner
+
+    def __reduce__(self) -> Any:
+        return copy.copy, (self.inner,)  # a copy of the model is not bound
 
 
 def _remove_all(handles: list[Any]) -> None:

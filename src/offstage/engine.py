@@ -16,20 +16,21 @@ import logging
 import os
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from offstage.config import OffloadConfig, format_size
 from offstage.errors import OffstageError
 from offstage.flat import copy_back
+from offstage.foreign_watch import ForeignWatch
 from offstage.held_state import HeldState
 from offstage.host_memory import Arena
-from offstage.lanes import Lane, Lanes, Mark, Place, lanes_for, on_device
+from offstage.lanes import Lane, Lanes, Mark, lanes_for, on_device
 from offstage.layout import Chunk, Layout, Piece, make_layout
 from offstage.pipeline import HostState, Pipeline, Trip
 from offstage.plan import Placement
 from offstage.receipt import StepTimer
+from offstage.rounds import Pending, Round
 from offstage.rules.rule import Rule, Share, Turn
 
 logger = logging.getLogger("offstage")
@@ -40,37 +41,6 @@ _kept_in_child: list[Engine] = []
 # A forked child (a DataLoader worker) must not destroy events and streams of its parent's accelerator: torch aborts the
 # process that tries. So the child never lets go of an engine, whatever it drops.
 os.register_at_fork(after_in_child=lambda: _kept_in_child.extend(_alive))
-
-
-@dataclass(eq=False)
-class Pending:
-    """A parameter whose updates have all been given to the lanes and which the caller's stream has not waited for."""
-
-    turn: Turn
-    updated: Mark
-    """Its last update."""
-    order: int
-    """Updates follow each other on one lane: whoever has waited for a larger number has waited for this one."""
-    place: Place
-    """The stream in whose order the gradient's memory goes back."""
-    kept: torch.Tensor | None
-    """Speculative: the weights before."""
-
-
-@dataclass(eq=False)
-class _Round:
-    """What one step has got so far."""
-
-    to_spare: bool
-    """Speculative: state goes to the spare arenas and old weights are kept."""
-    ready: dict[HeldState, Turn] = field(default_factory=dict)
-    """Taken and not settled yet."""
-    left: dict[HeldState, int] = field(default_factory=dict)
-    """Chunks that have still to be updated."""
-    done: set[Chunk] = field(default_factory=set)
-    places: dict[HeldState, Place] = field(default_factory=dict)
-    kept: dict[HeldState, torch.Tensor] = field(default_factory=dict)
-    """Speculative: the weights before."""
 
 
 _Member = tuple[HostState, list[HeldState], Chunk]
@@ -95,7 +65,7 @@ class Engine:
         self._pipeline: Pipeline | None = None
         self._hosts: list[tuple[HostState, list[HeldState]]] = []
         self._chunks_of: dict[HeldState, list[_Member]] = {}
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self.pending: dict[HeldState, Pending] = {}
         self._order = 0
         self._last_update: Mark = None
@@ -103,7 +73,7 @@ class Engine:
         self._ahead: Iterator[tuple[HostState, Chunk, list[Piece]]] = iter(())
         self._moved_before = (0, 0)
         self._closed = False
-        self._foreign = _ForeignWatch(rule, device)
+        self._foreign = ForeignWatch(rule, device)
         self._window_cut = False
         _alive.add(self)
 
@@ -118,6 +88,7 @@ class Engine:
         if slot_bytes and (self._pipeline is None or self._pipeline.slot_bytes < slot_bytes):
             if self._lanes is None:
                 self._lanes = lanes_for(self.device)
+                self._foreign.attach(self._lanes)
                 self.timer = StepTimer(self._lanes)
             if self._pipeline is not None:
                 self._retire(self._pipeline)
@@ -210,7 +181,7 @@ class Engine:
         for shares in self._batches(turns):
             self._rule.update(shares)
         self.updating = False
-        self._foreign.look(None)
+        self._foreign.look()
         self._finish(turns)
 
     def take(self, turns: Sequence[Turn], *, to_spare: bool = False) -> None:
@@ -219,7 +190,7 @@ class Engine:
         assert lanes is not None
         assert timer is not None
         if self._round is None:
-            self._round = _Round(to_spare)
+            self._round = Round(to_spare)
             timer.start()
         if not turns:
             return
@@ -241,7 +212,7 @@ class Engine:
             if not round.left[_held(turn)]:  # it has no elements
                 self._add_pending(turn, begun)
 
-    def _register(self, round: _Round, turn: Turn) -> None:
+    def _register(self, round: Round, turn: Turn) -> None:
         assert self._lanes is not None
         held = _held(turn)
         resident = held.placement is Placement.RESIDENT
@@ -251,7 +222,7 @@ class Engine:
         if round.to_spare and not resident:
             round.kept[held] = self._lanes.empty(turn.weight.nbytes).view(turn.weight.dtype)
 
-    def _begin(self, round: _Round, turns: Sequence[Turn]) -> None:
+    def _begin(self, round: Round, turns: Sequence[Turn]) -> None:
         self._rule.begin(self.device, turns)
         for turn in turns:
             if _held(turn) in round.kept:
@@ -289,7 +260,7 @@ class Engine:
                 host.flip()
         self._last_ready = set(self._round.left)
         self._round = None
-        self._foreign.look(self._lanes)
+        self._foreign.look()
         self.updating = False
         self.timer.stop()
 
@@ -385,7 +356,7 @@ class Engine:
     def fetch_ahead(self) -> None:
         """Fetch chunks that the next step needs, in its order, as far as the window has room."""
         pipeline = self._pipeline
-        if pipeline is None:
+        if pipeline is None or self._round is not None:  # a round that is open fetches for itself
             return
         if not pipeline.staged:
             self._ahead = iter([(host, *x) for host, members in self._hosts for x in self._expected(host, members)])
@@ -531,54 +502,6 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         return sum(host.nbytes for host, _ in self._hosts)
-
-
-class _ForeignWatch:
-    """Brings the count of weights written by others to the host without waiting for it, and logs it once."""
-
-    def __init__(self, rule: Rule, device: torch.device) -> None:
-        self._rule, self._device = rule, device
-        self._seen: torch.Tensor | None = None
-        self._arrived: Mark = None
-        self._lanes: Lanes | None = None
-        self._logged = False
-
-    def look(self, lanes: Lanes | None) -> None:
-        counter = self._rule.foreign_weights(self._device)
-        if counter is None or self._logged:
-            return
-        if lanes is None:
-            # Without lanes nothing is offloaded; on a device the receipt still tells.
-            self._seen = counter if self._device.type == "cpu" else None
-            return
-        if self._lanes is None:  # the first look on lanes; there may have been steps without
-            self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type != "cpu")
-        elif not lanes.passed(self._arrived):
-            return  # the last look has not arrived; the next step looks again
-        seen = self._seen
-        assert seen is not None
-        self._arrived = lanes.submit(Lane.UPDATE, lambda: _copy_counter(seen, counter), after={}, writes=[seen])
-        self._lanes = lanes
-
-    def report(self) -> None:
-        if self._seen is None or self._logged:
-            return
-        if self._lanes is not None:
-            if not self._lanes.passed(self._arrived):
-                return
-            self._lanes.touch_on_host(reads=[self._seen])
-        if int(self._seen):
-            self._logged = True
-            logger.warning(
-                "%d weights on %s were written by someone else between steps; their fp32 masters follow the weights. "
-                "Expected after loading a model; otherwise find out who writes them.",
-                int(self._seen),
-                self._device,
-            )
-
-
-def _copy_counter(seen: torch.Tensor, counter: torch.Tensor) -> None:
-    seen.copy_(counter, non_blocking=True)
 
 
 def _held(turn: Turn) -> HeldState:

@@ -83,7 +83,7 @@ class Lanes(ABC):
         """Give `tensor`'s memory back behind `after`. The caller drops its own reference."""
 
     def drop(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """The same for memory whose last use the stream that allocated it has already waited for."""
+        """The same for memory whose last use the caller's stream has waited for, or has been given."""
 
     @abstractmethod
     def synchronize(self, reason: str) -> None:
@@ -173,7 +173,9 @@ class AcceleratorLanes(Lanes):
         self._allocated_on.pop(tensor.data_ptr()).wait_event(after)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        self._allocated_on.pop(tensor.data_ptr(), None)
+        allocated_on, caller = self._allocated_on.pop(tensor.data_ptr()), self._caller()
+        if allocated_on != caller:
+            allocated_on.wait_event(caller.record_event())
 
     def synchronize(self, reason: str) -> None:
         for stream in self._streams.values():

@@ -29,7 +29,7 @@ from offstage.interrupts import deferred_interrupts
 from offstage.layout import padded_bytes
 from offstage.overlap import Overlap
 from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
-from offstage.receipt import Receipt, advise
+from offstage.receipt import Receipt, make_receipt
 from offstage.rules import choose_rule, shell_of
 from offstage.rules.rule import Turn
 from offstage.speculation import Norm, Speculation
@@ -74,12 +74,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._engines: dict[torch.device, Engine] = {}
         self._signatures: list[Any] = []
         self._lost: str | None = None
-        self._steps = 0
-        self._skipped = 0
+        self.steps = 0
+        self.skipped_steps = 0
         self._round = 0
+        self._options: dict[int, dict[str, Any]] = {}
+        self._group_number: dict[torch.Tensor, int] = {}
         self._moved_until = (0, 0)
-        self._last_moved = (0, 0)
+        self.last_moved = (0, 0)
         self._norm: Norm | None = None
+        self._seen: torch.Tensor | None = None
         self.speculation = Speculation()
         self._overlap: Overlap | None = None
         self._placed = False
@@ -164,6 +167,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         engine = self._engines.setdefault(device, Engine(device, self.rule, self.config))
         engine.settle(list(engine.pending), "place: the weights are ready")
         engine.synchronize("place: the lanes are drained")
+        engine.discard_staged()
         for held in states:
             if held.placement is Placement.RESIDENT:
                 held.allocate_resident(existing.get(held.param, {}))
@@ -197,8 +201,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 engine.timer.reach_step()
         if self._norm is not None and not self._norm_allows():
             return loss
-        if self._updated_early:
-            self._check_options()
+        if self._overlap is not None and (changed := self._overlap.what_changed()) is not None:
+            self.restart_round(changed)
         turns = self._take_turns()
         self._norm = None if not turns and not self._updated_early else self._norm
         if turns or self._updated_early:
@@ -218,6 +222,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             engine.settle(list(engine.pending), "synchronize: the weights are ready")
             engine.synchronize("host: all stores are done")
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Gradients of an iteration that is given up take its updates with them, where that is possible."""
+        if self.speculation.active:
+            self._take_back()
+        super().zero_grad(set_to_none)
+        if self._overlap is not None:
+            self._overlap.gradients_zeroed()
+
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Within: gradients are not final. For the backwards of all micro-batches but the last."""
@@ -230,17 +242,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Returns the norm before clipping. If it is not finite, the next `step()` changes nothing.
         """
-        early = self._overlap.gradients if self._overlap is not None else {}
         if self._updated_early and not self.speculation.active:
             raise OffstageError(
                 "clip_grad_norm_() was called for the first time after updates in backward had been made without it. "
                 "Expected it in every iteration from the first on, so that update_in_backward can keep the old weights."
             )
+        if self._norm is not None and self.speculation.active:  # a second call: the first may have to clip
+            self._norm_allows()
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        early = self._overlap.gradients if self._overlap is not None else {}
         gradients = [early.get(param, param.grad) for param in params]
         device = gradients[0].device if gradients else None
         lanes = self._engines[device].lanes if device is not None else None
-        self._norm = Norm(gradients, max_norm, norm_type, lanes)
+        if self._seen is None:
+            self._seen = torch.zeros(2, pin_memory=device is not None and device.type != "cpu")
+        self._norm = Norm(gradients, max_norm, norm_type, seen=self._seen, lanes=lanes)
         if not self.speculation.active:
             self._norm.clip(params)
         return self._norm.total
@@ -272,7 +288,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if changed or any(param not in self._held for param in params):
             self.restart_round(
                 "Parameter groups changed between backward and step(), after update_in_backward=True had updated "
-                "weights. Expected the same groups from the first gradient to step(). "
+                "weights. Expected the same groups from the first gradient to step()."
             )
             self._place_new()
 
@@ -282,22 +298,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.begin_round()
         for engine in self._engines.values():  # gradients that were assigned by hand, without a forward
             engine.settle([h for h in engine.pending if not self._is_early(h)], "step: the last update is done")
-        turns = []
-        for number, group in enumerate(self.param_groups):
-            options = self._options(group)
-            for param in group["params"]:
-                if param.grad is not None and not isinstance(param.grad, DroppedGradient):
-                    turns.append(self._turn(self._held[param], number, options))
-        return turns
+        wanted = (p for group in self.param_groups for p in group["params"] if p.grad is not None)
+        return [self.turn_of(self._held[p]) for p in wanted if not isinstance(p.grad, DroppedGradient)]
 
-    def _turn(self, held: HeldState, number: int, options: dict[str, Any]) -> Turn:
+    def turn_of(self, held: HeldState) -> Turn:
+        """The turn of a parameter whose gradient is final."""
         param = held.param
+        number = self._group_number[param]
         held.check_unmoved()
         assert param.grad is not None
         check_grad(param, param.grad, held.name)
         return Turn(
             held,
-            options,
+            self._options_of(number),
             number,
             step=self.rule.next_step(held),
             fresh=not held.present and not held.scalars,
@@ -306,12 +319,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             round=self._round,
         )
 
-    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A group's hyperparameters as they are now; lanes read them later, so a tensor lr is copied."""
-        options = {name: value for name, value in group.items() if name != "params"}
-        if isinstance(options.get("lr"), torch.Tensor) and self.config.overlaps:
-            options["lr"] = options["lr"].detach().clone()
-        return options
+    def _options_of(self, number: int) -> dict[str, Any]:
+        """A group's hyperparameters in this round; lanes read them later, so a tensor lr is copied."""
+        if number not in self._options:
+            options = {name: value for name, value in self.param_groups[number].items() if name != "params"}
+            if isinstance(options.get("lr"), torch.Tensor) and self.config.overlaps:
+                options["lr"] = options["lr"].detach().clone()
+            self._options[number] = options
+        return self._options[number]
 
     def _run(self, turns: list[Turn]) -> None:
         by_device: dict[torch.device, list[Turn]] = {device: [] for device in self._engines}
@@ -328,9 +343,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         except BaseException as error:
             self._fail(error, updated)
             raise
-        self._steps += 1
-        now = self._moved_bytes()
-        self._last_moved = (now[0] - self._moved_until[0], now[1] - self._moved_until[1])
+        self.steps += 1
+        now = self.moved_bytes()
+        self.last_moved = (now[0] - self._moved_until[0], now[1] - self._moved_until[1])
         self._moved_until = now
         self._prove_effect(turns)
 
@@ -356,7 +371,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.drop_trips()
         if lost:
             self._lost = (
-                f"Step {self._steps + 1} failed after some weights had been updated ({type(error).__name__}: {error}); "
+                f"Step {self.steps + 1} failed after some weights had been updated ({type(error).__name__}: {error}); "
                 "the weights and state are between two steps. Load a checkpoint into the model and this optimizer "
                 "(load_state_dict) to go on."
             )
@@ -365,7 +380,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _prove_effect(self, turns: list[Turn]) -> None:
         """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
         streamed = [turn.of for turn in turns if self._held[turn.of.param].placement is Placement.STREAMED]
-        if streamed and not any(self._last_moved):
+        if streamed and not any(self.last_moved):
             raise OffloadIneffectiveError(
                 f"{len(streamed)} parameters with state on the host had gradients (first: {streamed[0].name!r}), and "
                 "no byte moved in this step. This is a defect in offstage; please report it with the plan: "
@@ -389,14 +404,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def begin_round(self) -> None:
         """A step begins, with its first update."""
         self._round += 1
+        self._options = {}
+        self._group_number = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         self.speculation.active = False
 
-    def turn_of(self, held: HeldState) -> Turn:
-        """The turn of a parameter whose gradient is final."""
-        for number, group in enumerate(self.param_groups):
-            if any(param is held.param for param in group["params"]):
-                return self._turn(held, number, self._options(group))
-        raise OffstageError(f"Parameter {held.name!r} is no longer in a parameter group; expected it in one.")
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether `param` is in a group, in this round."""
+        return param in self._group_number
 
     def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[HeldState]]]:
         """The states of `params`, by device."""
@@ -412,34 +426,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if norm.finite and (norm.within or not self.speculation.active):
             return True
         if self.speculation.active:
+            self.speculation.misses += norm.finite
             self._take_back()
         if norm.finite:
             norm.clip([p for group in self.param_groups for p in group["params"] if p.grad is not None])
             return True
-        self._skipped += 1
+        self.skipped_steps += 1
         self._norm = None
         logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
         return False
 
-    def _check_options(self) -> None:
-        """Updates in backward used the hyperparameters of that moment: they must be those of the step."""
-        assert self._overlap is not None
-        if not self._overlap.options_changed():
-            return
-        self.restart_round(
-            "A hyperparameter changed between backward and step(), after update_in_backward=True had updated weights "
-            "with the old one; expected the same from the first gradient to step(). Call schedulers after step(). "
-        )
-
     def restart_round(self, reason: str) -> None:
         """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
-        if not self._updated_early:
+        if self._overlap is None or not self._overlap.updated:
             return
         if self.speculation.active:
             self._take_back()
             return
         self.drop_trips()
-        self._lost = reason + "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
+        self._lost = reason + " Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
         raise StepLostError(self._lost)
 
     def check_between_steps(self) -> None:
@@ -453,7 +458,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _take_back(self) -> None:
         """Weights and gradients are again as before the speculative updates."""
         assert self._overlap is not None
-        self.speculation.misses += 1
+        self.speculation.active = False
         for engine in self._engines.values():
             engine.revert()
         self._overlap.give_gradients_back()
@@ -503,38 +508,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def receipt(self) -> Receipt:
         """What was really moved, and what it cost. Waits for the device."""
-        complete = not any(engine.pending for engine in self._engines.values())
-        self.synchronize()
-        timers = [engine.timer for engine in self._engines.values() if engine.timer is not None]
-        times = [time for time in (timer.read() for timer in timers) if time]
-        longest = {lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())}
-        exposed = max((timer.exposed_ms(complete=complete) for timer in timers), default=0.0) if times else None
-        link = min((engine.link_gb_per_s for engine in self._engines.values() if engine.link_gb_per_s), default=None)
-        fetched, stored = self._moved_bytes()
-        transfer = max(self._last_moved) / link / 1e6 if link else None
-        hidden = None if transfer is None or exposed is None else max(0.0, transfer - exposed)
-        counters = [self.rule.foreign_weights(device) for device in self._engines]
-        return Receipt(
-            steps=self._steps,
-            bytes_fetched=self._last_moved[0],
-            bytes_stored=self._last_moved[1],
-            total_bytes_fetched=fetched,
-            total_bytes_stored=stored,
-            device_state_bytes=sum(engine.slot_bytes for engine in self._engines.values())
-            + sum(t.nbytes for held in self._held.values() for t in held.resident.values()),
-            host_state_bytes=sum(engine.host_bytes for engine in self._engines.values()),
-            lane_ms=longest,
-            exposed_ms=exposed,
-            hidden_ms=hidden,
-            link_measured_gb_per_s=link,
-            weights_written_by_others=sum(int(counter) for counter in counters if counter is not None),
-            skipped_steps=self._skipped,
-            speculation_hits=self.speculation.hits,
-            speculation_misses=self.speculation.misses,
-            advice=advise(self.config, exposed, transfer),
-        )
+        return make_receipt(self)
 
-    def _moved_bytes(self) -> tuple[int, int]:
+    def moved_bytes(self) -> tuple[int, int]:
         moved = [engine.moved_bytes for engine in self._engines.values()]
         return sum(fetched for fetched, _ in moved), sum(stored for _, stored in moved)
 
@@ -586,6 +562,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Raise if weights and state are between two steps: nobody should train on, or save, that."""
         if self._lost is not None:
             raise StepLostError(self._lost)
+
+    def drain_state(self) -> None:
+        """The state on the host is about to be read, or written: it is the newest, and the only one."""
+        self.check_between_steps()
+        self.synchronize()
+        for engine in self._engines.values():
+            engine.discard_staged()
 
     def settle(self) -> None:
         """Make the caller's stream wait for all updates: what is known of a parameter's state is then up to date."""

@@ -40,10 +40,17 @@ _GRADIENTS_IN_FLIGHT = 0.25
 updates, which then hold up backward; the updates are that far behind only where the link is much too slow."""
 
 
-_FIRST_GUESS = 0.25
-"""Share of the state that is left to `step()` until a backward has been measured."""
+_LEFT_TO_STEP = 0.25
+"""Share of the state that is left to `step()` until a backward has been measured; and, with clipping, at least: what
+is updated speculatively needs its old weights on the device too, and what comes last gains least."""
 _MEASURED_ROUND = 2
 """Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
+
+
+_FAILED = (
+    "A backward failed after update_in_backward=True had updated some weights and not others; expected it to come to "
+    "its end."
+)
 
 
 class Overlap:
@@ -78,6 +85,8 @@ class Overlap:
         """Given to the lanes in this backward."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         """Their gradients, as autograd made them; only while clipping may need them."""
+        self._unfinished: set[int] = set()
+        """Backwards with updates that have not come to their end."""
         self._used_options: dict[int, dict[str, Any]] = {}
         self._window = Window(config)
         self._cues = Cues(self, model)
@@ -86,8 +95,6 @@ class Overlap:
     def bind(self) -> None:
         """Hook parameters that are new."""
         self._cues.bind([held.param for held in self._optimizer.all_held()])
-        for engine in self._optimizer.engines:
-            self._window.check(engine)
 
     def remove(self) -> None:
         self._cues.remove()
@@ -105,16 +112,18 @@ class Overlap:
 
     def gradient_ready(self, param: torch.Tensor) -> None:
         """Called by autograd's thread, with the stream current on which the gradient was made."""
-        if self._off or self._accumulating:
+        if self._off:
             return
         for engine, (held,) in self._optimizer.by_engine([param]):
             if self._captured(engine):
                 return
             self._check_waited(held, engine)
+            if self._accumulating:
+                return
             if param in self.updated:
                 self._optimizer.restart_round(
                     f"A gradient for {held.name!r} arrived after its update in backward: step() did not follow the "
-                    "backward before. Expected one backward per step(), the others under optimizer.accumulate(). "
+                    "backward before. Expected one backward per step(), the others under optimizer.accumulate()."
                 )
             self._fired[param] += 1
             if self._early_rounds == _MEASURED_ROUND and not self._measured:
@@ -173,6 +182,9 @@ class Overlap:
         """Between backward and step() some weights are new and some are old."""
         # Not inside backward, where checkpointing runs forwards again.
         if self.updated and torch._C._current_graph_task_id() == -1:
+            if self._unfinished:
+                self._optimizer.restart_round(_FAILED)
+                return
             raise OffstageError(
                 f"The forward of {module!r} ran between backward and step(), when update_in_backward=True has updated "
                 "some weights and not others. Expected step() first; run evaluation after it. If this is another "
@@ -191,8 +203,13 @@ class Overlap:
     def _update_now(self, held: HeldState, engine: Engine) -> None:
         optimizer, param = self._optimizer, held.param
         if not self.updated:
+            optimizer.follow_groups()
             optimizer.begin_round()
             optimizer.speculation.begin()
+        if not optimizer.has(param):
+            return
+        held = optimizer.held(param)  # it may have got a new place
+        self._notice_end()
         turn = optimizer.turn_of(held)
         engine.prepare()
         engine.take([turn], to_spare=optimizer.speculation.active)
@@ -207,6 +224,13 @@ class Overlap:
         if not optimizer.speculation.active:
             self._bound_gradients(engine)
 
+    def _notice_end(self) -> None:
+        """Find out whether this backward comes to its end: if it fails, autograd does not call back."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._unfinished:
+            self._unfinished.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._unfinished.discard(task))
+
     def _bound_gradients(self, engine: Engine) -> None:
         """Give back the memory of the oldest gradients behind their updates."""
         waiting = [held for held in engine.pending if held.param in self.updated]
@@ -216,10 +240,28 @@ class Overlap:
             total -= oldest.param.nbytes
             engine.settle([oldest], "backward: the update is done with the gradient")
 
-    def options_changed(self) -> bool:
-        """Whether a hyperparameter is no longer what the updates in backward used."""
+    def what_changed(self) -> str | None:
+        """Why the updates in backward are not those of this step, if so."""
         groups = self._optimizer.param_groups
-        return any(used != _fixed(groups[number]) for number, used in self._used_options.items())
+        if self._unfinished:
+            return _FAILED
+        for param, held in self.updated.items():
+            if not isinstance(param.grad, DroppedGradient):
+                return (
+                    f"The gradient of {held.name!r} was set or zeroed after its update in backward. Expected step() "
+                    "right after backward, with the gradients that autograd made."
+                )
+        if any(used != _fixed(groups[number]) for number, used in self._used_options.items()):
+            return (
+                "A hyperparameter changed between backward and step(), after update_in_backward=True had updated "
+                "weights with the old one; expected the same from the first gradient to step(). Call schedulers after "
+                "step()."
+            )
+        return None
+
+    def gradients_zeroed(self) -> None:
+        """What fired so far does not count: the backward will be run again."""
+        self._fired.clear()
 
     def give_gradients_back(self) -> None:
         """The updates in backward were taken back: `step()` finds the gradients where autograd left them."""
@@ -229,6 +271,7 @@ class Overlap:
         self.updated.clear()
         self.gradients.clear()
         self._used_options.clear()
+        self._unfinished.clear()
 
     def prefetch(self, engine: Engine) -> None:
         """The whole window, now."""
@@ -270,12 +313,12 @@ class Overlap:
 
     def _learn(self) -> None:
         """The first iteration is over: whose hook fired once?"""
-        if self._config.update_in_backward and self.early is None and self._fired:
+        if self._config.update_in_backward and not self._once and self._fired:
             self._once = frozenset(param for param, times in self._fired.items() if times == 1)
             several = len(self._fired) - len(self._once)
             if several:
                 logger.info("%d parameters get their gradient in several parts and wait for step()", several)
-            self._choose_early(dict.fromkeys(self._optimizer.engines, _FIRST_GUESS))
+            self._choose_early(dict.fromkeys(self._optimizer.engines, _LEFT_TO_STEP))
 
     def _measure(self) -> None:
         """What did the link have time for in the last backward?"""
@@ -283,7 +326,8 @@ class Overlap:
         for engine in self._optimizer.engines:
             total = sum(held.nbytes for held in engine.streamed(self._once))
             if total and engine.link_gb_per_s and engine.timer is not None:
-                shares[engine] = 1 - engine.link_gb_per_s * 1e6 * engine.timer.backward_ms() / total
+                share = 1 - engine.link_gb_per_s * 1e6 * engine.timer.backward_ms() / total
+                shares[engine] = max(share, _LEFT_TO_STEP) if self._optimizer.speculation.clips else share
         self._measured = True
         self._choose_early(shares)
 
@@ -314,6 +358,7 @@ class Overlap:
         self.updated.clear()
         self.gradients.clear()
         self._used_options.clear()
+        self._unfinished.clear()
         self._fired.clear()
         self._running.clear()
 

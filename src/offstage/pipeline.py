@@ -180,8 +180,20 @@ class Pipeline:
         self.lanes.synchronize("measure: the chunks are fetched")
         start = self.lanes.stamp(Lane.FETCH)
         for _ in range(_MEASURED_COPIES):
-            self.lanes.submit(Lane.FETCH, functools.partial(_copy_in, there.copies), after={})
-            self.lanes.submit(Lane.STORE, functools.partial(_copy_out, back.copies), after={})
+            self.lanes.submit(
+                Lane.FETCH,
+                functools.partial(_copy_in, there.copies),
+                after={},
+                reads=[host for host, _ in there.copies],
+                writes=[device for _, device in there.copies],
+            )
+            self.lanes.submit(
+                Lane.STORE,
+                functools.partial(_copy_out, back.copies),
+                after={},
+                reads=[device for _, device in back.copies],
+                writes=[host for host, _ in back.copies],
+            )
         milliseconds = self.lanes.elapsed_ms(start, self.lanes.stamp(Lane.FETCH))
         self.lanes.synchronize("measure: nothing is under way")
         for trip in trips:
@@ -324,6 +336,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Give the slots' memory back, behind the last store from each."""
+        self.discard_staged()
         for slot in self._slots.values():
             self.lanes.release(slot.buffer, slot.free, "close: the slot's last store is done")
         self._slots.clear()

@@ -100,7 +100,16 @@ def plan_placements(
     streamed = [size for i, size in enumerate(sizes) if i not in resident]
     placements = tuple(Placement.RESIDENT if i in resident else Placement.STREAMED for i in range(len(sizes)))
     slots = config.slots if streamed else 0
+    _check_window(config, _slot_bytes(streamed, chunk_bytes))
     return Plan(tuple(sizes), placements, slots, _slot_bytes(streamed, chunk_bytes), config.window if streamed else 0)
+
+
+def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
+    if isinstance(config.window, int) and 0 < config.window < slot_bytes:
+        raise ConfigError(
+            f"window={format_size(config.window)} is smaller than one slot of {format_size(slot_bytes)} and would do "
+            "nothing. Use at least that, lower chunk_bytes, or use window=0."
+        )
 
 
 def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:

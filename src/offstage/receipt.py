@@ -6,10 +6,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from offstage.config import OffloadConfig, format_size
 from offstage.lanes import Lane, Lanes
+
+if TYPE_CHECKING:
+    from offstage.optimizer import OffloadedOptimizer
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,39 @@ def advise(config: OffloadConfig, exposed_ms: float | None, transfer_ms: float |
     if config.master_weights != "split" or config.state_dtype == "float32":
         return f"{found}: move fewer bytes with master_weights='split' (lossless) or state_dtype='bfloat16'"
     return f"{found}: the link is the limit; lower fraction if there is device memory"
+
+
+def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
+    """`optimizer.receipt()`. Waits for the device."""
+    engines = optimizer.engines
+    complete = not any(engine.pending for engine in engines)
+    optimizer.synchronize()
+    timers = [engine.timer for engine in engines if engine.timer is not None]
+    times = [time for time in (timer.read() for timer in timers) if time]
+    exposed = max(timer.exposed_ms(complete=complete) for timer in timers) if times else None
+    link = min((engine.link_gb_per_s for engine in engines if engine.link_gb_per_s), default=None)
+    fetched, stored = optimizer.moved_bytes()
+    transfer = max(optimizer.last_moved) / link / 1e6 if link else None
+    resident = sum(tensor.nbytes for held in optimizer.all_held() for tensor in held.resident.values())
+    counters = [optimizer.rule.foreign_weights(engine.device) for engine in engines]
+    return Receipt(
+        steps=optimizer.steps,
+        bytes_fetched=optimizer.last_moved[0],
+        bytes_stored=optimizer.last_moved[1],
+        total_bytes_fetched=fetched,
+        total_bytes_stored=stored,
+        device_state_bytes=resident + sum(engine.slot_bytes for engine in engines),
+        host_state_bytes=sum(engine.host_bytes for engine in engines),
+        lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},
+        exposed_ms=exposed,
+        hidden_ms=None if transfer is None or exposed is None else max(0.0, transfer - exposed),
+        link_measured_gb_per_s=link,
+        weights_written_by_others=sum(int(counter) for counter in counters if counter is not None),
+        skipped_steps=optimizer.skipped_steps,
+        speculation_hits=optimizer.speculation.hits,
+        speculation_misses=optimizer.speculation.misses,
+        advice=advise(optimizer.config, exposed, transfer),
+    )
 
 
 class StepTimer:

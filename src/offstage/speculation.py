@@ -35,14 +35,22 @@ _PAYS_FROM, _PAYS_UNTIL = 0.4, 0.2
 class Norm:
     """The total norm of one step's gradients, and what torch makes of it."""
 
-    def __init__(self, gradients: Sequence[torch.Tensor], max_norm: float, norm_type: float, lanes: Lanes | None):
+    def __init__(
+        self,
+        gradients: Sequence[torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        *,
+        seen: torch.Tensor,
+        lanes: Lanes | None,
+    ) -> None:
+        """`seen` is where the host looks: two numbers, pinned where there is an accelerator."""
         self.total = get_total_norm(gradients, norm_type)
         self.max_norm = float(max_norm)
         # Written as in torch.nn.utils.clip_grads_with_norm_, so that "nothing is clipped" means the same.
         coefficient = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
         self._lanes = lanes
-        on_device = self.total.device.type != "cpu"
-        self._seen = torch.empty(2, dtype=torch.float32, pin_memory=on_device)
+        self._seen = seen
         self._seen.copy_(torch.stack([self.total, coefficient]), non_blocking=True)
         self._arrived: Mark = None
         if lanes is not None:

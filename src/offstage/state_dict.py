@@ -30,15 +30,14 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
         held = self._optimizer.held(param)
-        self._optimizer.check_between_steps()
-        self._optimizer.synchronize()
+        self._optimizer.drain_state()
         return _ParamView(self, param, held.export())
 
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         optimizer = self._optimizer
         held, group = optimizer.held(param), optimizer.group_of()[param]
         held.check(values)
-        optimizer.synchronize()
+        optimizer.drain_state()
         with deferred_interrupts():
             held.load(values, group)
 
@@ -71,7 +70,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
                     "optimizer; expected its own parameters only. Remove that entry."
                 )
         optimizer.check_values(values)
-        optimizer.synchronize()
+        optimizer.drain_state()
         with deferred_interrupts():
             for param, group in group_of.items():
                 optimizer.held(param).load(values.get(param, {}), group)
@@ -115,8 +114,7 @@ def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
     optimizer.check_not_lost()
-    optimizer.check_between_steps()
-    optimizer.synchronize()
+    optimizer.drain_state()
     index = {param: i for i, param in enumerate(_params(optimizer))}
     groups = []
     for group in optimizer.param_groups:

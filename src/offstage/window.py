@@ -12,7 +12,6 @@ import logging
 
 from offstage.config import OffloadConfig, format_size
 from offstage.engine import Engine
-from offstage.errors import ConfigError
 
 logger = logging.getLogger("offstage")
 
@@ -32,15 +31,6 @@ class Window:
         self._room: dict[Engine, int] = {}
         """`"auto"`: slots that fit under `device_peak`."""
         self._peak: dict[Engine, int] = {}
-
-    def check(self, engine: Engine) -> None:
-        """Raise if the window cannot hold a single chunk."""
-        window, slot = self._config.window, engine.planned_slot_bytes
-        if isinstance(window, int) and 0 < window < slot:
-            raise ConfigError(
-                f"window={format_size(window)} is smaller than one slot of {format_size(slot)} and would do nothing. "
-                "Use at least that, lower chunk_bytes, or use window=0."
-            )
 
     def slots(self, engine: Engine) -> int:
         """The largest number of window slots."""

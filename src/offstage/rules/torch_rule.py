@@ -73,6 +73,8 @@ class TorchRule(Rule):
         self._inner = shell_of(optimizer)
         self.names = frozenset({MASTER_KEY, *_EVERY_NAME[self._class]})
         self._foreign: dict[torch.device, torch.Tensor] = {}
+        self._foreign_before: dict[torch.device, torch.Tensor] = {}
+        self._remembered: dict[torch.device, int] = {}
 
     def keys(self, param: torch.Tensor, group: Group) -> tuple[StateKey, ...]:
         kind = self._config.master_weights
@@ -124,6 +126,16 @@ class TorchRule(Rule):
     def finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             turn.of.scalars, turn.of.present = turn.scalars, turn.created
+
+    def remember(self, device: torch.device, turn: Turn) -> None:
+        if self._remembered.get(device) != turn.round and device in self._foreign:
+            self._foreign_before[device] = self._foreign[device].clone()
+            self._remembered[device] = turn.round
+
+    def revert(self, device: torch.device, turns: Sequence[Turn]) -> None:
+        if device in self._foreign:
+            before = self._foreign_before.get(device)
+            self._foreign[device].copy_(before if before is not None else torch.zeros_like(self._foreign[device]))
 
     def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
         return self._foreign.get(device)

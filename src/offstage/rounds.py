@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one step has got so far on one device, and what is left of it to wait for. Kept by `engine.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from offstage.held_state import HeldState
+from offstage.lanes import Mark, Place
+from offstage.layout import Chunk
+from offstage.rules.rule import Turn
+
+
+@dataclass(eq=False)
+class Pending:
+    """A parameter whose updates have all been given to the lanes and which the caller's stream has not waited for."""
+
+    turn: Turn
+    updated: Mark
+    """Its last update."""
+    order: int
+    """Updates follow each other on one lane: whoever has waited for a larger number has waited for this one."""
+    place: Place
+    """The stream in whose order the gradient's memory goes back."""
+    kept: torch.Tensor | None
+    """Speculative: the weights before."""
+
+
+@dataclass(eq=False)
+class Round:
+    """What one step has got so far."""
+
+    to_spare: bool
+    """Speculative: state goes to the spare arenas and old weights are kept."""
+    ready: dict[HeldState, Turn] = field(default_factory=dict)
+    """Taken and not settled yet."""
+    left: dict[HeldState, int] = field(default_factory=dict)
+    """Chunks that have still to be updated."""
+    done: set[Chunk] = field(default_factory=set)
+    places: dict[HeldState, Place] = field(default_factory=dict)
+    kept: dict[HeldState, torch.Tensor] = field(default_factory=dict)
+    """Speculative: the weights before."""
