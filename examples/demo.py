@@ -9,7 +9,6 @@ only the saving is not real.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 from rich.table import Table
 
 import offstage
-from examples.gpt import GPT, Shape, stdlib_bytes
+from examples.gpt import GPT, Shape, make_repeatable, stdlib_bytes
 from offstage.config import format_size
 from offstage.plan import Placement, Plan
 from offstage.receipt import Receipt
@@ -44,17 +43,6 @@ class Outcome:
     loss: float
     plan: Plan
     receipt: Receipt
-
-
-def make_repeatable(device: torch.device) -> None:
-    """The runs may differ only in where the state lives, so everything else must repeat exactly."""
-    # cuBLAS gives the same bits every time only with a fixed workspace, chosen before its first use.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    if device.type == "cpu":
-        # Some virtual machines report AMX and do not allow it: oneDNN's bf16 matrix products then die of an
-        # illegal instruction. torch has other kernels.
-        torch.backends.mkldnn.enabled = False
 
 
 def train(

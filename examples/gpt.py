@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small decoder-only GPT over bytes, and the bytes: Python's own standard library. Used by `demo.py`."""
+"""A small decoder-only GPT over bytes, and the bytes: Python's own standard library. For `demo.py` and `overlap.py`."""
 
 from __future__ import annotations
 
+import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,3 +93,14 @@ def stdlib_bytes(most: int = 4 * 2**20) -> torch.Tensor:
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         data += path.read_bytes()
     return torch.frombuffer(data[:most], dtype=torch.uint8)
+
+
+def make_repeatable(device: torch.device) -> None:
+    """Two runs may differ only in where the state lives, so everything else must repeat exactly."""
+    # cuBLAS gives the same bits every time only with a fixed workspace, chosen before its first use.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    if device.type == "cpu":
+        # Some virtual machines report AMX and do not allow it: oneDNN's bf16 matrix products then die of an
+        # illegal instruction. torch has other kernels.
+        torch.backends.mkldnn.enabled = False

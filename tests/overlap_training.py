@@ -119,7 +119,9 @@ def train(
                 loss.backward()
         max_norm = CLIPS[clip]
         if max_norm is not None and config is None:
-            run.norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+            # In the order of the groups: norms are summed in it, and the last bits depend on it.
+            everything = [param for group in optimizer.param_groups for param in group["params"]]
+            run.norms.append(nn.utils.clip_grad_norm_(everything, max_norm))
         elif max_norm is not None:
             run.norms.append(optimizer.clip_grad_norm_(max_norm))
         _look(run, before_step=True)

@@ -483,6 +483,36 @@ def test_a_parameter_whose_neighbours_were_fetched_without_it(seed, window):
     assert got[2] > 0
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("window", [3 * SLOT, "all"])
+@pytest.mark.parametrize("how", ["backward", "accumulate", "prefetch", "accumulate, prefetch", "prefetch, early"])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_chunks_that_wait_for_long_leave_room_for_the_others(slots, window, how, seed):
+    """Experts in turns: what was fetched for one that then is not used does not take the ring's slots."""
+    turns = [range(8), range(4), range(4), range(4, 8), range(4, 8), range(4), [7], [5, 6], range(8)]
+
+    def life(**config):
+        model = make_model()
+        experts = nn.ModuleList(model)
+        optimizer = offstage.offload(adamw(experts.parameters()), experts, **{**SMALL, **config})
+        for number, used in enumerate(turns):
+            loss = loss_of(nn.Sequential(*(model[i] for i in used)), number)
+            # Under accumulate() no gradient is a cue.
+            with optimizer.accumulate() if "accumulate" in how and number % 2 else contextlib.nullcontext():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if config and "prefetch" in how:
+                optimizer.prefetch()
+        return experts, optimizer
+
+    expected = life()
+    with lanes(seed):
+        got = life(window=window, slots=slots, update_in_backward="early" in how)
+        assert_same(*expected, *got)
+    assert got[1].receipt().device_state_bytes <= (slots + num_chunks(got[1])) * SLOT
+
+
 @pytest.mark.parametrize("overlap_forward", [False, True])
 def test_closing_while_chunks_wait_in_the_window(overlap_forward):
     """Fetches under way are waited for before their slot's memory goes."""

@@ -23,15 +23,16 @@ MIN_CHUNK_BYTES = 16 * 1024
 WINDOWS = ("auto", "all")
 
 
-def parse_size(value: int | str, field: str) -> int:
-    """Bytes from an int or a string such as ``"8GiB"``."""
+def parse_size(value: int | str, field: str, *, or_one_of: tuple[str, ...] = ()) -> int:
+    """Bytes from an int or a string such as ``"8GiB"``; `or_one_of` is what else the field takes, for the message."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].upper() in _UNITS:
         size = int(float(match[1]) * _UNITS[match[2].upper()])
     else:
         raise ConfigError(
-            f"{field} expects a number of bytes or a size such as '8GiB' or '512MB'; found {value!r}. "
+            f"{field} expects {''.join(f'{other!r}, ' for other in or_one_of)}a number of bytes or a size such as "
+            f"'8GiB' or '512MB'; found {value!r}. "
             "Write an int, or a number followed by B, KB, MB, GB, TB, KiB, MiB, GiB or TiB."
         )
     if size < 0:
@@ -116,9 +117,11 @@ class OffloadConfig:
     """Register the arenas with the accelerator. Without it copies run several times slower."""
 
     def __post_init__(self) -> None:
-        for field in ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window"):
-            if getattr(self, field) not in (None, *(WINDOWS if field == "window" else ())):
+        for field in ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes"):
+            if getattr(self, field) is not None:
                 object.__setattr__(self, field, parse_size(getattr(self, field), field))
+        if self.window not in WINDOWS:
+            object.__setattr__(self, "window", parse_size(self.window, "window", or_one_of=WINDOWS))
         self._check_numbers()
         self._check_choices()
         self._check_contradictions()
@@ -204,7 +207,9 @@ class OffloadConfig:
     def _check_overlap(self) -> None:
         for field in ("overlap_forward", "update_in_backward"):
             if not isinstance(getattr(self, field), bool):
-                raise ConfigError(f"{field} expects True or False; found {getattr(self, field)!r}.")
+                raise ConfigError(
+                    f"{field} expects True or False; found {getattr(self, field)!r}. Leave it out for False."
+                )
         if self.fraction == 0.0 and self.overlaps:
             raise ConfigError(
                 "fraction=0.0 switches offloading off, which contradicts window, overlap_forward and "

@@ -166,8 +166,9 @@ class Engine:
     def run(self, turns: Sequence[Turn]) -> None:
         """Take `turns`, and update everything taken so far that is not under way yet. The host waits for nothing."""
         if self._pipeline is None:
-            with on_device(self.device):
-                self._run_on_caller(turns)
+            if turns:
+                with on_device(self.device):
+                    self._run_on_caller(turns)
             return
         if turns or self._round is not None:
             self.take(turns)
@@ -258,6 +259,7 @@ class Engine:
         if self._round.to_spare:
             for host, _ in self._hosts:
                 host.flip()
+        self.discard_staged()  # of parameters that got no gradient this time
         self._last_ready = set(self._round.left)
         self._round = None
         self._foreign.look()
@@ -374,6 +376,10 @@ class Engine:
         """What was fetched ahead is not needed, or no longer the newest."""
         if self._pipeline is not None:
             self._pipeline.discard_staged()
+
+    @property
+    def has_spare(self) -> bool:
+        return any(host.spare for host, _ in self._hosts)
 
     def add_spare(self) -> None:
         """A second set of arenas, for speculative updates."""

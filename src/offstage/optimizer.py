@@ -17,18 +17,17 @@ from typing import Any
 import torch
 
 from offstage import state_dict as state_dicts
-from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_options, check_param
+from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_param
 from offstage.config import OffloadConfig
 from offstage.dropped_gradient import DroppedGradient
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.flat import flat_like
 from offstage.held_state import HeldState
-from offstage.host_memory import check_host_memory
 from offstage.interrupts import deferred_interrupts
-from offstage.layout import padded_bytes
 from offstage.overlap import Overlap
-from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
+from offstage.placing import Places
+from offstage.plan import Placement, Plan
 from offstage.receipt import Receipt, make_receipt
 from offstage.rules import choose_rule, shell_of
 from offstage.rules.rule import Turn
@@ -69,10 +68,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.config = config
         self.rule = choose_rule(optimizer, config)
         self._shell = shell_of(optimizer)
-        self._names = names
-        self._held: dict[torch.Tensor, HeldState] = {}
-        self._engines: dict[torch.device, Engine] = {}
-        self._signatures: list[Any] = []
+        self._places = Places(self.rule, config, names)
+        self._held, self._engines = self._places.held, self._places.engines
         self._lost: str | None = None
         self.steps = 0
         self.skipped_steps = 0
@@ -89,7 +86,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the user's list: schedulers made before offload() write to it
         self.check_values(optimizer.state)
-        self._place_new(optimizer.state)
+        self._places.place(self.param_groups, optimizer.state)
         self._placed = True
         if config.overlaps:
             self._overlap = Overlap(self, model)
@@ -110,77 +107,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before must not warn for ever
         optimizer.step = _consumed_step  # type: ignore[method-assign]
 
-    def _place_new(self, existing: Mapping[torch.Tensor, Mapping[str, Any]] | None = None) -> None:
-        """Place parameters that are new or need more keys; the others stay where they are.
-
-        `existing` is state that new parameters have elsewhere: what stays resident is used where it is.
-        """
-        check_options(self.param_groups)
-        wanted = [self._wanted(param, group) for group in self.param_groups for param in group["params"]]
-        by_device: dict[torch.device, list[HeldState]] = {}
-        for held in wanted:
-            by_device.setdefault(held.param.device, []).append(held)
-        plans = {}
-        for device, states in by_device.items():
-            placed = {i: held.placement for i, held in enumerate(states) if held is self._held.get(held.param)}
-            plans[device] = plan_placements([self._size_of(held) for held in states], self.config, placed)
-        refuse_idle(list(plans.values()), self.config)
-        there = sum(self._size_of(held).padded_bytes for held in wanted if held.host is not None)
-        check_host_memory(
-            sum(plan.host_bytes for plan in plans.values()) - there,
-            None if self.config.host_budget is None else int(self.config.host_budget),
-            already_bytes=sum(engine.host_bytes for engine in self._engines.values()),
-        )
-        for device, states in by_device.items():
-            for held, placement in zip(states, plans[device].placements, strict=True):
-                held.placement = placement
-            self._build(device, [held for held in states if held is not self._held.get(held.param)], existing or {})
-        self._signatures = [self.rule.signature(group) for group in self.param_groups]
+    def _place(self) -> None:
+        self._places.place(self.param_groups)
         if self._overlap is not None:
             self._overlap.bind()
-
-    def _wanted(self, param: torch.Tensor, group: dict[str, Any]) -> HeldState:
-        """The state `param` has, or the one it should get."""
-        name = self._names.setdefault(param, f"parameter {len(self._names)}")
-        check_param(param, name)
-        keys = self.rule.keys(param, group)
-        held = self._held.get(param)
-        if held is None:
-            return HeldState(param, name, keys, rule=self.rule)
-        # State that an option does not need for a while is kept, as torch keeps it.
-        missing = tuple(key for key in keys if key not in held.keys)
-        return HeldState(param, name, held.keys + missing, rule=self.rule) if missing else held
-
-    def _size_of(self, held: HeldState) -> ParamSize:
-        extent = {key.name: key.numel(held.param) for key in held.keys}
-        itemsize = {key.name: key.dtype.itemsize for key in held.keys}
-        padded = padded_bytes(extent, itemsize) if itemsize else 0
-        device = held.param.device
-        return ParamSize(held.name, str(device), held.nbytes, padded, self.rule.splits(device))
-
-    def _build(
-        self,
-        device: torch.device,
-        states: list[HeldState],
-        existing: Mapping[torch.Tensor, Mapping[str, Any]],
-    ) -> None:
-        engine = self._engines.setdefault(device, Engine(device, self.rule, self.config))
-        engine.settle(list(engine.pending), "place: the weights are ready")
-        engine.synchronize("place: the lanes are drained")
-        engine.discard_staged()
-        for held in states:
-            if held.placement is Placement.RESIDENT:
-                held.allocate_resident(existing.get(held.param, {}))
-        engine.add(states)
-        group_of = self.group_of()
-        for held in states:
-            before = self._held.get(held.param)
-            self._held[held.param] = held
-            if before is not None:  # more keys than before
-                held.load(before.export(), group_of[held.param])
-        engine.drop_unused(self._held.values())
-        if self.speculation.possible:
-            engine.add_spare()
 
     # Runtime
 
@@ -218,8 +148,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Reading `state`, `state_dict()` or `model.state_dict()` does this itself; with `overlap_forward`, other reads of
         weights outside a forward (an EMA, logging) need it.
         """
+        self._places.settle("synchronize: the weights are ready")
         for engine in self._engines.values():
-            engine.settle(list(engine.pending), "synchronize: the weights are ready")
             engine.synchronize("host: all stores are done")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -283,14 +213,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
         params = [param for group in self.param_groups for param in group["params"]]
         if len(set(params)) != len(params):
-            check_no_duplicates(self.param_groups, self._names)
-        changed = self._signatures != [self.rule.signature(group) for group in self.param_groups]
-        if changed or any(param not in self._held for param in params):
+            check_no_duplicates(self.param_groups, self._places.names)
+        if not self._places.fit(self.param_groups):
             self.restart_round(
                 "Parameter groups changed between backward and step(), after update_in_backward=True had updated "
                 "weights. Expected the same groups from the first gradient to step()."
             )
-            self._place_new()
+            self._place()
 
     def _take_turns(self) -> list[Turn]:
         """Everything this step depends on, read and checked now; nothing of it has moved yet."""
@@ -344,9 +273,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._fail(error, updated)
             raise
         self.steps += 1
-        now = self.moved_bytes()
-        self.last_moved = (now[0] - self._moved_until[0], now[1] - self._moved_until[1])
-        self._moved_until = now
+        before, self._moved_until = self._moved_until, self._places.moved_bytes()
+        self.last_moved = (self._moved_until[0] - before[0], self._moved_until[1] - before[1])
         self._prove_effect(turns)
 
     def _end_step(self, turns: list[Turn]) -> None:
@@ -414,9 +342,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[HeldState]]]:
         """The states of `params`, by device."""
-        states = [self._held[param] for param in params if param in self._held]
-        for device in {held.param.device for held in states}:
-            yield self._engines[device], [held for held in states if held.param.device == device]
+        return self._places.by_engine(params)
 
     def _norm_allows(self) -> bool:
         """Whether the step may be made. A speculative one whose gradients must be clipped is taken back first."""
@@ -488,8 +414,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self._placed:
             try:
-                check_no_duplicates(self.param_groups, self._names)
-                self._place_new()
+                check_no_duplicates(self.param_groups, self._places.names)
+                self._place()
             except BaseException:
                 self.param_groups.pop()
                 raise
@@ -497,22 +423,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def plan(self) -> Plan:
         """Where each parameter's state lives, in the order of `param_groups`."""
-        held = self.all_held()
-        return Plan(
-            sizes=tuple(self._size_of(one) for one in held),
-            placements=tuple(one.placement for one in held),
-            slots=sum(self.config.slots for engine in self._engines.values() if engine.planned_slot_bytes),
-            slot_bytes=max((engine.planned_slot_bytes for engine in self._engines.values()), default=0),
-            window=self.config.window if any(one.placement is Placement.STREAMED for one in held) else 0,
-        )
+        return self._places.plan(self.all_held())
 
     def receipt(self) -> Receipt:
         """What was really moved, and what it cost. Waits for the device."""
         return make_receipt(self)
 
     def moved_bytes(self) -> tuple[int, int]:
-        moved = [engine.moved_bytes for engine in self._engines.values()]
-        return sum(fetched for fetched, _ in moved), sum(stored for _, stored in moved)
+        """(fetched, stored) since the beginning."""
+        return self._places.moved_bytes()
 
     def close(self) -> None:
         """Give back slots and pinned memory, after the last copy. State that was handed out stays readable."""
@@ -520,8 +439,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._overlap.remove()
         if self.speculation.active:
             self._take_back()
-        for engine in self._engines.values():
-            engine.settle(list(engine.pending), "close: the weights are ready")
+        self._places.settle("close: the weights are ready")
         for engine in self._engines.values():
             engine.close()
 
@@ -545,11 +463,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, values: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]] | None = None
     ) -> None:
         """Raise if `values` cannot be loaded as state, given the options in `groups`. Changes nothing."""
-        for number, group in enumerate(self.param_groups):
-            options = group if groups is None else groups[number]
-            for param in group["params"]:
-                name = self._names.get(param, f"of shape {tuple(param.shape)}")
-                HeldState(param, name, self.rule.keys(param, options), rule=self.rule).check(values.get(param, {}))
+        self._places.check_values(values, self.param_groups, self.param_groups if groups is None else groups)
 
     def with_class_defaults(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """`groups` of a checkpoint, completed as the optimizer's class completes those of older versions."""
@@ -572,15 +486,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def settle(self) -> None:
         """Make the caller's stream wait for all updates: what is known of a parameter's state is then up to date."""
-        for engine in self._engines.values():
-            engine.settle(list(engine.pending), "read: the state is known")
+        self._places.settle("read: the state is known")
 
     def drop_trips(self) -> None:
         """Drain everything and forget trips of a lost step: all state is about to be replaced."""
         if self.speculation.active:
             self._take_back()
+        self._places.settle("load: the weights are ready")
         for engine in self._engines.values():
-            engine.settle(list(engine.pending), "load: the weights are ready")
             engine.reset()
         if self._overlap is not None:
             self._overlap.forget()

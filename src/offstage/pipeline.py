@@ -215,8 +215,11 @@ class Pipeline:
             self.ring.add(self._made - 1)
 
     def narrow(self, window_slots: int) -> None:
-        """Give memory back, behind the oldest stores, until the window has `window_slots` or no slot is free."""
-        while self.window_slots > window_slots and self.ring.free:
+        """Give memory back, behind the oldest stores, until the window has `window_slots`.
+
+        Chunks that wait in slots keep theirs, and the ring keeps its own number beside them.
+        """
+        while self.window_slots > window_slots and self.room_ahead > 0:
             slot = self._slots.pop(self.ring.remove())
             self.lanes.release(slot.buffer, slot.free, "window: the slot's last store is done")
 

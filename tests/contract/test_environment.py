@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offstage
 from offstage import engine as engine_module
-from offstage import optimizer as optimizer_module
+from offstage import placing
 from offstage.engine import Engine
 from offstage.errors import StepLostError
 from offstage.plan import Placement
@@ -360,7 +360,7 @@ def test_a_budget_that_is_met_without_offloading_is_no_error():
 def test_a_step_that_moves_nothing_raises(monkeypatch):
     """“Nothing moved although something with a gradient should have: raise … with the reason”: at the step itself."""
     model, optimizer = offloaded_model()
-    monkeypatch.setattr(optimizer_module.OffloadedOptimizer, "moved_bytes", lambda self: (0, 0))
+    monkeypatch.setattr(placing.Places, "moved_bytes", lambda self: (0, 0))
     with pytest.raises(offstage.OffloadIneffectiveError, match=r"0\.weight.*no byte moved"):
         train(model, optimizer, 1)
 

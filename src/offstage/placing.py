@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Places`: where the state of every parameter is, and the engine of each device. Used by `optimizer.py`.
+
+Parameters are placed when the optimizer is made, when groups are added, and when an option needs more state; those that
+have a place keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offstage.checks import check_options, check_param
+from offstage.config import OffloadConfig
+from offstage.engine import Engine
+from offstage.held_state import HeldState
+from offstage.host_memory import check_host_memory
+from offstage.layout import padded_bytes
+from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
+from offstage.rules import Rule
+
+Groups = Sequence[dict[str, Any]]
+
+
+class Places:
+    """The state of every parameter, by parameter, and everything on each device, by device."""
+
+    def __init__(self, rule: Rule, config: OffloadConfig, names: dict[torch.Tensor, str]) -> None:
+        self.names = names
+        self.held: dict[torch.Tensor, HeldState] = {}
+        self.engines: dict[torch.device, Engine] = {}
+        self._rule, self._config = rule, config
+        self._signatures: list[Any] = []
+
+    def fit(self, groups: Groups) -> bool:
+        """Whether every parameter of `groups` has all the state its options need."""
+        if self._signatures != [self._rule.signature(group) for group in groups]:
+            return False
+        return all(param in self.held for group in groups for param in group["params"])
+
+    def place(self, groups: Groups, existing: Mapping[torch.Tensor, Mapping[str, Any]] | None = None) -> None:
+        """Place parameters that are new or need more keys; the others stay where they are.
+
+        `existing` is state that new parameters have elsewhere: what stays resident is used where it is.
+        """
+        check_options(groups)
+        group_of = {param: group for group in groups for param in group["params"]}
+        wanted = [self._wanted(param, group) for param, group in group_of.items()]
+        by_device: dict[torch.device, list[HeldState]] = {}
+        for held in wanted:
+            by_device.setdefault(held.param.device, []).append(held)
+        plans = {}
+        for device, states in by_device.items():
+            placed = {i: held.placement for i, held in enumerate(states) if held is self.held.get(held.param)}
+            plans[device] = plan_placements([self.size_of(held) for held in states], self._config, placed)
+        refuse_idle(list(plans.values()), self._config)
+        self._check_host_memory(list(plans.values()), wanted)
+        for device, states in by_device.items():
+            for held, placement in zip(states, plans[device].placements, strict=True):
+                held.placement = placement
+            new = [held for held in states if held is not self.held.get(held.param)]
+            self._build(device, new, group_of, existing or {})
+        self._signatures = [self._rule.signature(group) for group in groups]
+
+    def _wanted(self, param: torch.Tensor, group: dict[str, Any]) -> HeldState:
+        """The state `param` has, or the one it should get."""
+        name = self.names.setdefault(param, f"parameter {len(self.names)}")
+        check_param(param, name)
+        keys = self._rule.keys(param, group)
+        held = self.held.get(param)
+        if held is None:
+            return HeldState(param, name, keys, rule=self._rule)
+        # State that an option does not need for a while is kept, as torch keeps it.
+        missing = tuple(key for key in keys if key not in held.keys)
+        return HeldState(param, name, held.keys + missing, rule=self._rule) if missing else held
+
+    def _check_host_memory(self, plans: Sequence[Plan], wanted: Sequence[HeldState]) -> None:
+        there = sum(self.size_of(held).padded_bytes for held in wanted if held.host is not None)
+        sets = 2 if any(engine.has_spare for engine in self.engines.values()) else 1
+        check_host_memory(
+            sets * (sum(plan.host_bytes for plan in plans) - there),
+            None if self._config.host_budget is None else int(self._config.host_budget),
+            already_bytes=sum(engine.host_bytes for engine in self.engines.values()),
+        )
+
+    def _build(
+        self,
+        device: torch.device,
+        states: list[HeldState],
+        group_of: Mapping[torch.Tensor, dict[str, Any]],
+        existing: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> None:
+        engine = self.engines.setdefault(device, Engine(device, self._rule, self._config))
+        has_spare = any(engine.has_spare for engine in self.engines.values())
+        engine.settle(list(engine.pending), "place: the weights are ready")
+        engine.synchronize("place: the lanes are drained")
+        engine.discard_staged()
+        for held in states:
+            if held.placement is Placement.RESIDENT:
+                held.allocate_resident(existing.get(held.param, {}))
+        engine.add(states)
+        for held in states:
+            before = self.held.get(held.param)
+            self.held[held.param] = held
+            if before is not None:  # more keys than before
+                held.load(before.export(), group_of[held.param])
+        engine.drop_unused(self.held.values())
+        if has_spare:
+            engine.add_spare()
+
+    def size_of(self, held: HeldState) -> ParamSize:
+        extent = {key.name: key.numel(held.param) for key in held.keys}
+        itemsize = {key.name: key.dtype.itemsize for key in held.keys}
+        padded = padded_bytes(extent, itemsize) if itemsize else 0
+        device = held.param.device
+        return ParamSize(held.name, str(device), held.nbytes, padded, self._rule.splits(device))
+
+    def plan(self, states: Sequence[HeldState]) -> Plan:
+        """Where `states` are."""
+        slots = [engine.planned_slot_bytes for engine in self.engines.values() if engine.planned_slot_bytes]
+        return Plan(
+            sizes=tuple(self.size_of(one) for one in states),
+            placements=tuple(one.placement for one in states),
+            slots=self._config.slots * len(slots),
+            slot_bytes=max(slots, default=0),
+            window=self._config.window if slots else 0,
+        )
+
+    def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[HeldState]]]:
+        """The states of `params`, by device."""
+        states = [self.held[param] for param in params if param in self.held]
+        for device in {held.param.device for held in states}:
+            yield self.engines[device], [held for held in states if held.param.device == device]
+
+    def check_values(self, values: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups, options: Groups) -> None:
+        """Raise if `values` cannot be loaded as the state of `groups`, given their `options`. Changes nothing."""
+        for group, chosen in zip(groups, options, strict=True):
+            for param in group["params"]:
+                name = self.names.get(param, f"of shape {tuple(param.shape)}")
+                HeldState(param, name, self._rule.keys(param, chosen), rule=self._rule).check(values.get(param, {}))
+
+    def settle(self, reason: str) -> None:
+        """Make the caller's stream wait for all updates."""
+        for engine in self.engines.values():
+            engine.settle(list(engine.pending), reason)
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """(fetched, stored) since the beginning."""
+        moved = [engine.moved_bytes for engine in self.engines.values()]
+        return sum(fetched for fetched, _ in moved), sum(stored for _, stored in moved)
