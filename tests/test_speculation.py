@@ -427,6 +427,25 @@ def test_more_state_in_an_armed_loop(seed):
         assert_same_life(expected, live(BOTH))
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_state_that_moves_in_an_armed_loop(seed):
+    """An option that changes between steps may make streamed state resident, which has no second set."""
+
+    def live(config):
+        life = Life({**config, "fraction": 0.5})
+        life.train([OVER] * 3)
+        placed = {held.param: held.placement for held in life.optimizer.all_held()}
+        life.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(48, 48)), nn.Parameter(torch.ones(48))]})
+        life.optimizer.param_groups[0]["amsgrad"] = True
+        life.train([OVER, WITHIN, OVER], first=3)
+        assert any(held.placement is not placed.get(held.param, held.placement) for held in life.optimizer.all_held())
+        return life
+
+    expected = live(SMALL)
+    with lanes(seed):
+        assert_same_life(expected, live(BOTH))
+
+
 @pytest.mark.parametrize("when", ["before backward", "before step", "after step"])
 @pytest.mark.parametrize("pattern", ["hits", "mixed"])
 @pytest.mark.parametrize("seed", [None, 0, 1])

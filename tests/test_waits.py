@@ -146,6 +146,15 @@ def overlapped_forward():
     return model_result(model, optimizer)
 
 
+def module_skipped_in_the_next_iteration():
+    """Nobody waits in forward for what did not run; backward may write into the gradients' memory."""
+    model, optimizer = make_model(overlap_forward=True)
+    iterate(model, optimizer, range(2))
+    model[0](torch.ones(1, model[0].in_features)).sum().backward()
+    optimizer.step()
+    return model_result(model, optimizer)
+
+
 def model_saved_after_step():
     model, optimizer = make_model(overlap_forward=True)
     iterate(model, optimizer, range(2))
@@ -268,6 +277,7 @@ SCENARIOS = [
     loaded_in_between,
     lost_and_loaded,
     overlapped_forward,
+    module_skipped_in_the_next_iteration,
     model_saved_after_step,
     state_asked_for_after_step,
     weights_read_after_synchronize,
@@ -304,6 +314,7 @@ def expected_of(scenario):
 def test_the_waits_are_these():
     """The list, so that a new wait is a decision someone made."""
     assert WAITS == [
+        "backward: the last update is done",
         "backward: the update is done with the gradient",
         "close: the last copies are done",
         "close: the slot's last store is done",

@@ -37,8 +37,8 @@ class DroppedGradient(torch.Tensor):
         everything = torch.utils._pytree.tree_leaves((args, kwargs))
         name = next(arg.parameter_name for arg in everything if isinstance(arg, cls))
         raise OffstageError(
-            f"The gradient of {name!r} was used for its update during backward and dropped; {func} found it used again "
-            "before step(). With update_in_backward=True: clip with optimizer.clip_grad_norm_(max_norm), from the "
+            f"The gradient of {name!r} was used for its update during backward and dropped; {func} was called with "
+            "it before step(). With update_in_backward=True: clip with optimizer.clip_grad_norm_(max_norm), from the "
             "first iteration on; put the backward of every micro-batch but the last under optimizer.accumulate(); "
             "run one backward per step. GradScaler, and reading gradients, need update_in_backward=False."
         )

@@ -70,6 +70,7 @@ class Engine:
         self._order = 0
         self._last_update: Mark = None
         self._last_ready: set[HeldState] = set()
+        self._kept_on_host: dict[HeldState, Arena] = {}
         self._ahead: Iterator[tuple[HostState, Chunk, list[Piece]]] = iter(())
         self._moved_before = (0, 0)
         self._closed = False
@@ -106,6 +107,8 @@ class Engine:
                 for arena in (*host.arenas.values(), *host.spare.values()):
                     arena.close()
         self._hosts = [(host, members) for host, members in self._hosts if not keep.isdisjoint(members)]
+        for held in self._kept_on_host.keys() - keep:
+            self._kept_on_host.pop(held).close()
         self._chunks_of = {}
         for host, members in self._hosts:
             for chunk in host.layout.chunks:
@@ -171,7 +174,7 @@ class Engine:
                     self._run_on_caller(turns)
             return
         if turns or self._round is not None:
-            self.take(turns)
+            self.take(turns, decided=True)
             self.flush()
             self._end_round()
 
@@ -185,8 +188,11 @@ class Engine:
         self._foreign.look()
         self._finish(turns)
 
-    def take(self, turns: Sequence[Turn], *, to_spare: bool = False) -> None:
-        """The gradients of `turns` are final. Opens a round if there is none."""
+    def take(self, turns: Sequence[Turn], *, to_spare: bool = False, decided: bool = False) -> None:
+        """The gradients of `turns` are final. Opens a round if there is none.
+
+        `to_spare`: the round is speculative. `decided`: it is known that these updates stay.
+        """
         lanes, timer = self._lanes, self.timer
         assert lanes is not None
         assert timer is not None
@@ -197,7 +203,7 @@ class Engine:
             return
         round = self._round
         for turn in turns:
-            self._register(round, turn)
+            self._register(round, turn, keep=round.to_spare and not decided)
         buffers = [tensor for turn in turns for tensor in (turn.weight, turn.grad)] if lanes.checks else []
         lanes.touch(writes=buffers)
         begun = lanes.submit(
@@ -213,21 +219,23 @@ class Engine:
             if not round.left[_held(turn)]:  # it has no elements
                 self._add_pending(turn, begun)
 
-    def _register(self, round: Round, turn: Turn) -> None:
+    def _register(self, round: Round, turn: Turn, *, keep: bool) -> None:
         assert self._lanes is not None
         held = _held(turn)
         resident = held.placement is Placement.RESIDENT
         round.ready[held] = turn
         round.left[held] = 1 if resident else len(self._chunks_of.get(held, ()))
         round.places[held] = self._lanes.here()
-        if round.to_spare and not resident:
+        if keep and held in self._kept_on_host:
+            round.kept[held] = self._kept_on_host[held].flat
+        elif keep and not resident:
             round.kept[held] = self._lanes.empty(turn.weight.nbytes).view(turn.weight.dtype)
 
     def _begin(self, round: Round, turns: Sequence[Turn]) -> None:
         self._rule.begin(self.device, turns)
         for turn in turns:
             if _held(turn) in round.kept:
-                round.kept[_held(turn)].copy_(turn.weight)
+                round.kept[_held(turn)].copy_(turn.weight, non_blocking=True)
                 self._rule.remember(self.device, turn)
 
     def advance(self, held: HeldState) -> None:
@@ -377,6 +385,13 @@ class Engine:
         if self._pipeline is not None:
             self._pipeline.discard_staged()
 
+    def keep_on_host(self, states: Iterable[HeldState]) -> None:
+        """Speculative updates of `states` keep the weights before on the host, where they cost no device memory."""
+        for held in states:
+            if held not in self._kept_on_host:
+                numel, dtype = held.param.numel(), held.param.dtype
+                self._kept_on_host[held] = Arena(numel, dtype, self.device, pin=self._config.pin_memory)
+
     @property
     def has_spare(self) -> bool:
         return any(host.spare for host, _ in self._hosts)
@@ -431,7 +446,7 @@ class Engine:
         if self._lanes.checks:
             self._lanes.touch(writes=[tensor for turn in turns for tensor in (turn.weight, turn.grad)])
         for pending in due:
-            if pending.kept is not None:
+            if pending.kept is not None and _held(pending.turn) not in self._kept_on_host:
                 self._lanes.drop(pending.kept)
         self._finish(turns)
 
@@ -447,8 +462,9 @@ class Engine:
             turn = round.ready[held]
             if lanes.checks:
                 lanes.touch(writes=[turn.weight, turn.grad, kept])
-            turn.weight.copy_(kept)
-            lanes.drop(kept)
+            turn.weight.copy_(kept, non_blocking=True)
+            if held not in self._kept_on_host:
+                lanes.drop(kept)
             self.pending.pop(held, None)
         self._rule.revert(self.device, list(round.ready.values()))
         self._round = None
@@ -507,7 +523,8 @@ class Engine:
 
     @property
     def host_bytes(self) -> int:
-        return sum(host.nbytes for host, _ in self._hosts)
+        kept = sum(arena.nbytes for arena in self._kept_on_host.values())
+        return kept + sum(host.nbytes for host, _ in self._hosts)
 
 
 def _held(turn: Turn) -> HeldState:

@@ -4,8 +4,7 @@
 - `overlap_forward`: the update of a parameter may end as late as in the next forward of its module. Only parameters
   whose module was seen running since the last step: whoever reads weights in another way never sees old ones.
 - `window`: chunks are fetched ahead during backward.
-- `update_in_backward`: a parameter whose gradient is final is updated at once. Finality cannot be known from the hook
-  alone, so one plain iteration counts how often each parameter's hook fires; only those that fire once are early.
+- `update_in_backward`: a parameter whose gradient is final is updated at once; `early.py` says which.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from offstage.cues import Cues
 from offstage.dropped_gradient import DroppedGradient
+from offstage.early import Early
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffstageError
 from offstage.held_state import HeldState
@@ -34,18 +34,6 @@ if TYPE_CHECKING:
     from offstage.optimizer import OffloadedOptimizer
 
 logger = logging.getLogger("offstage")
-
-_GRADIENTS_IN_FLIGHT = 0.25
-"""Share of all gradients that may wait for their update in backward. More memory than that is given back behind the
-updates, which then hold up backward; the updates are that far behind only where the link is much too slow."""
-
-
-_LEFT_TO_STEP = 0.25
-"""Share of the state that is left to `step()` until a backward has been measured; and, with clipping, at least: what
-is updated speculatively needs its old weights on the device too, and what comes last gains least."""
-_MEASURED_ROUND = 2
-"""Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
-
 
 _FAILED = (
     "A backward failed after update_in_backward=True had updated some weights and not others; expected it to come to "
@@ -63,6 +51,11 @@ class Overlap:
                 "overlap_forward=True needs the model, whose modules wait for their own weights; found no model. "
                 "Call offload(optimizer, model, overlap_forward=True)."
             )
+        if config.window == "all" and model is None:
+            raise ConfigError(
+                "window='all' leaves again during the next forward, whose modules give the cues; found no model. "
+                "Call offload(optimizer, model, window='all'), or give window as a size."
+            )
         if config.update_in_backward and model is not None:
             _refuse_ddp(any(isinstance(module, DistributedDataParallel) for module in model.modules()))
         self._optimizer = optimizer
@@ -70,17 +63,12 @@ class Overlap:
         self._off: str | None = None
         self._accumulating = 0
         self._fired: Counter[torch.Tensor] = Counter()
-        self._once: frozenset[torch.Tensor] = frozenset()
-        """Parameters whose hook fired once in the first iteration."""
-        self._early_rounds = 0
-        self._measured = False
-        """Whether it is known how much the link carries during backward."""
-        self._most_in_flight = 0.0
         self._reported_blind = False
         self._running: set[torch.Tensor] = set()
         """Parameters whose module ran forward since the last step."""
-        self.early: frozenset[torch.Tensor] | None = None
-        """Parameters that are updated in backward; `None` until one iteration has been seen."""
+        self._unseen: set[torch.Tensor] = set()
+        """Parameters that were still pending when backward began: their module did not run."""
+        self.early = Early(config, optimizer.speculation)
         self.updated: dict[torch.Tensor, HeldState] = {}
         """Given to the lanes in this backward."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -114,10 +102,14 @@ class Overlap:
         """Called by autograd's thread, with the stream current on which the gradient was made."""
         if self._off:
             return
+        if self._config.update_in_backward and not self._fired and not self._accumulating:
+            self._optimizer.follow_groups()
+            self.early.measure(self._optimizer.engines)
         for engine, (held,) in self._optimizer.by_engine([param]):
             if self._captured(engine):
                 return
-            self._check_waited(held, engine)
+            self._begin_backward(engine)
+            self._check_waited(held)
             if self._accumulating:
                 return
             if param in self.updated:
@@ -126,14 +118,18 @@ class Overlap:
                     "backward before. Expected one backward per step(), the others under optimizer.accumulate()."
                 )
             self._fired[param] += 1
-            if self._early_rounds == _MEASURED_ROUND and not self._measured:
-                self._measure()
             with torch.no_grad(), deferred_interrupts():
                 self._window.in_backward(engine, self._fired.total())
                 if self._is_early(held, engine):
                     self._update_now(held, engine)
                 elif not self._config.update_in_backward:
                     engine.fetch_ahead()
+
+    def _begin_backward(self, engine: Engine) -> None:
+        """What no forward has waited for is waited for now: backward may write into the gradients (DDP does)."""
+        if engine.pending and not self.updated:
+            self._unseen.update(held.param for held in engine.pending)
+            engine.settle(list(engine.pending), "backward: the last update is done")
 
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """The caller's stream waits for the updates of this module's weights, and for nothing else."""
@@ -148,6 +144,7 @@ class Overlap:
             engine.settle(states, "forward: the weights are ready")
             self._window.in_forward(engine, module)
         self._running.update(params)
+        self._unseen.difference_update(params)
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is read or loaded."""
@@ -156,9 +153,9 @@ class Overlap:
             if not engine.capturing():
                 engine.settle(states, "read: the weights are ready")
 
-    def _check_waited(self, held: HeldState, engine: Engine) -> None:
+    def _check_waited(self, held: HeldState) -> None:
         """A gradient came out of a forward that read weights while their update was still under way."""
-        if held in engine.pending and held.param not in self.updated:
+        if held.param in self._unseen:
             module = self._cues.module_of.get(held.param, "unknown")
             raise OffstageError(
                 f"Parameter {held.name!r} got a gradient, but the forward of its module {module!r} was not seen since "
@@ -182,8 +179,8 @@ class Overlap:
         """Between backward and step() some weights are new and some are old."""
         # Not inside backward, where checkpointing runs forwards again.
         if self.updated and torch._C._current_graph_task_id() == -1:
-            if self._unfinished:
-                self._optimizer.restart_round(_FAILED)
+            if (changed := self.what_changed()) is not None:
+                self._optimizer.restart_round(changed)
                 return
             raise OffstageError(
                 f"The forward of {module!r} ran between backward and step(), when update_in_backward=True has updated "
@@ -195,7 +192,7 @@ class Overlap:
 
     def _is_early(self, held: HeldState, engine: Engine) -> bool:
         speculation = self._optimizer.speculation
-        if self.early is None or held.param not in self.early or not speculation.allows_early or engine.lanes is None:
+        if held.param not in self.early.params or not speculation.allows_early or engine.lanes is None:
             return False
         # Resident state has no second set; its update costs no transfer and can as well be made in step().
         return held.placement is Placement.STREAMED or not speculation.clips
@@ -203,12 +200,10 @@ class Overlap:
     def _update_now(self, held: HeldState, engine: Engine) -> None:
         optimizer, param = self._optimizer, held.param
         if not self.updated:
-            optimizer.follow_groups()
             optimizer.begin_round()
             optimizer.speculation.begin()
         if not optimizer.has(param):
             return
-        held = optimizer.held(param)  # it may have got a new place
         self._notice_end()
         turn = optimizer.turn_of(held)
         engine.prepare()
@@ -235,7 +230,7 @@ class Overlap:
         """Give back the memory of the oldest gradients behind their updates."""
         waiting = [held for held in engine.pending if held.param in self.updated]
         total = sum(held.param.nbytes for held in waiting)
-        while waiting and total > self._most_in_flight:
+        while waiting and total > self.early.most_in_flight:
             oldest = waiting.pop(0)
             total -= oldest.param.nbytes
             engine.settle([oldest], "backward: the update is done with the gradient")
@@ -282,7 +277,7 @@ class Overlap:
 
     def end_step(self, turns: Sequence[Turn]) -> set[HeldState]:
         """Take the gradients; return the states whose weights may come as late as in the next forward."""
-        self._window.end_step(self._fired.total())
+        self._window.end_step(self._fired.total(), self._optimizer.engines, off=self._off is not None)
         late: set[HeldState] = set()
         blind = 0
         for held in [*self.updated.values(), *(turn.of for turn in turns)]:
@@ -293,8 +288,8 @@ class Overlap:
             elif held.placement is Placement.STREAMED:
                 blind += 1
         self._report_blind(blind, len(late))
-        self._early_rounds += bool(self.updated)
-        self._learn()
+        if self._config.update_in_backward:
+            self.early.learn(self._fired, self._optimizer.engines, with_updates=bool(self.updated))
         self.forget()
         return late
 
@@ -309,47 +304,6 @@ class Overlap:
                 blind + late,
             )
 
-    # Learning
-
-    def _learn(self) -> None:
-        """The first iteration is over: whose hook fired once?"""
-        if self._config.update_in_backward and not self._once and self._fired:
-            self._once = frozenset(param for param, times in self._fired.items() if times == 1)
-            several = len(self._fired) - len(self._once)
-            if several:
-                logger.info("%d parameters get their gradient in several parts and wait for step()", several)
-            self._choose_early(dict.fromkeys(self._optimizer.engines, _LEFT_TO_STEP))
-
-    def _measure(self) -> None:
-        """What did the link have time for in the last backward?"""
-        shares = {}
-        for engine in self._optimizer.engines:
-            total = sum(held.nbytes for held in engine.streamed(self._once))
-            if total and engine.link_gb_per_s and engine.timer is not None:
-                share = 1 - engine.link_gb_per_s * 1e6 * engine.timer.backward_ms() / total
-                shares[engine] = max(share, _LEFT_TO_STEP) if self._optimizer.speculation.clips else share
-        self._measured = True
-        self._choose_early(shares)
-
-    def _choose_early(self, shares: Mapping[Engine, float]) -> None:
-        """What the link cannot move during backward, a share of each device's state, is better left to `step()`.
-
-        The parameters that forward needs first get their gradients last. Left to `step()` they go in the order in
-        which forward needs them, instead of queueing up behind the others.
-        """
-        left: set[torch.Tensor] = set()
-        for engine, share in shares.items():
-            streamed = engine.streamed(self._once)
-            room = share * sum(held.nbytes for held in streamed)
-            for held in streamed:
-                if room <= 0:
-                    break
-                left.add(held.param)
-                room -= held.nbytes
-        self.early = self._once - left
-        self._most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.early)
-        logger.info("update_in_backward: %d parameters in backward, %d in step()", len(self.early), len(left))
-
     def forget(self) -> None:
         """Nothing is under way."""
         for param in self.updated:
@@ -361,6 +315,7 @@ class Overlap:
         self._unfinished.clear()
         self._fired.clear()
         self._running.clear()
+        self._unseen.clear()
 
 
 def _refuse_ddp(found: bool) -> None:

@@ -9,6 +9,7 @@ during the next forward, behind the stores.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from offstage.config import OffloadConfig, format_size
 from offstage.engine import Engine
@@ -69,9 +70,12 @@ class Window:
             share = len(self._modules) / max(self._modules_in_forward, len(self._modules))
             engine.narrow(int((1.0 - share) * self.slots(engine)))
 
-    def end_step(self, cues: int) -> None:
-        """A step was made, after a backward with `cues` gradients."""
+    def end_step(self, cues: int, engines: Sequence[Engine], *, off: bool) -> None:
+        """A step was made, after a backward with `cues` gradients. `off`: there will be no more cues."""
         self._steps += 1
+        if off or (self._config.window == "all" and not self._modules):  # no forward will give it back
+            for engine in engines:
+                engine.narrow(0)
         self._cues_in_backward = cues
         self._modules_in_forward = len(self._modules)
         self._modules.clear()

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Early`: which parameters are updated in backward, as learned from the training loop. Used by `overlap.py`.
+
+A gradient's finality cannot be known from its hook alone, so the first iteration is plain and counts how often each
+parameter's hook fires: those that fire once may be early. What of these the link cannot move during backward is better
+left to `step()`: the parameters that forward needs first get their gradients last, and left to `step()` they go in the
+order in which forward needs them, instead of queueing up behind the others. How much that is, a backward is measured
+for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from offstage.config import OffloadConfig
+from offstage.engine import Engine
+from offstage.errors import HostMemoryError
+from offstage.held_state import HeldState
+from offstage.host_memory import check_host_memory
+from offstage.speculation import Speculation
+
+logger = logging.getLogger("offstage")
+
+_LEFT_TO_STEP = 0.25
+"""Share of the state that is left to `step()` until a backward has been measured."""
+_MEASURED_ROUND = 2
+"""Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
+_NOT_KEPT_ON_DEVICE = 0.25
+"""With clipping: share of the old weights that is not kept on the device. They are those whose gradients come last,
+when the device is fullest: what of them is not left to `step()` keeps its old weights on the host."""
+_GRADIENTS_IN_FLIGHT = 0.25
+"""Share of all gradients that may wait for their update in backward. More memory than that is given back behind the
+updates, which then hold up backward; the updates are that far behind only where the link is much too slow."""
+
+
+class Early:
+    """What one optimizer has learned."""
+
+    def __init__(self, config: OffloadConfig, speculation: Speculation) -> None:
+        self.params: frozenset[torch.Tensor] = frozenset()
+        self.most_in_flight = 0.0
+        """Bytes of gradients that may wait for their updates."""
+        self._config, self._speculation = config, speculation
+        self._once: frozenset[torch.Tensor] = frozenset()
+        self._several: frozenset[torch.Tensor] = frozenset()
+        self._left: Mapping[Engine, float] = {}
+        self._rounds = 0
+        self._measured = False
+        self._warned = False
+
+    def learn(self, fired: Mapping[torch.Tensor, int], engines: Sequence[Engine], *, with_updates: bool) -> None:
+        """An iteration is over, in which hooks have `fired` so often."""
+        self._rounds += with_updates
+        once = {param for param, times in fired.items() if times == 1} - self._several
+        if not self._once and once:
+            self._several = frozenset(fired.keys() - once)
+            self._left = dict.fromkeys(engines, _LEFT_TO_STEP)
+            if self._several:
+                logger.info("%d parameters get their gradient in parts and wait for step()", len(self._several))
+        if not once <= self._once:  # the first time, and when parameters join: experts, layers no longer frozen
+            self._once |= once
+            self._choose(engines)
+        if fired and not self._once and not self._warned:
+            self._warned = True
+            logger.warning(
+                "update_in_backward has no effect yet: every gradient came in several parts, so all updates wait for "
+                "step(). Put the backward of every micro-batch but the last under optimizer.accumulate(); with "
+                "pipeline schedules use overlap_forward instead."
+            )
+
+    def measure(self, engines: Sequence[Engine]) -> None:
+        """A backward begins: what did the link have time for in the one before? Looks once."""
+        if self._measured or self._rounds < _MEASURED_ROUND:
+            return
+        left = {}
+        for engine in engines:
+            total = sum(held.nbytes for held in engine.streamed(self._once))
+            if total and engine.link_gb_per_s and engine.timer is not None:
+                left[engine] = 1 - engine.link_gb_per_s * 1e6 * engine.timer.backward_ms() / total
+        self._left, self._measured = left, True
+        self._choose(engines)
+
+    def _choose(self, engines: Sequence[Engine]) -> None:
+        left: set[HeldState] = set()
+        for engine in engines:
+            streamed = engine.streamed(self._once)
+            left |= set(_first(streamed, self._left.get(engine, 0.0)))
+            if self._speculation.possible:
+                last = _first(streamed, _NOT_KEPT_ON_DEVICE)
+                self._keep_on_host(engines, engine, [held for held in last if held not in left])
+        self.params = self._once - {held.param for held in left}
+        self.most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
+        logger.info("update_in_backward: %d parameters in backward, %d in step()", len(self.params), len(left))
+
+    def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
+        budget = self._config.host_budget
+        need, used = sum(held.param.nbytes for held in states), sum(one.host_bytes for one in engines)
+        try:
+            check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
+            engine.keep_on_host(states)
+        except HostMemoryError as error:
+            logger.info("old weights of speculative updates are all kept on the device: %s", error)
+
+
+def _first(states: Sequence[HeldState], share: float) -> list[HeldState]:
+    """The first of `states` that together have `share` of the bytes."""
+    room = share * sum(held.nbytes for held in states)
+    found = []
+    for held in states:
+        if room <= 0:
+            break
+        found.append(held)
+        room -= held.nbytes
+    return found
