@@ -5,6 +5,7 @@
 """
 
 import functools
+import gc
 import logging
 import re
 from pathlib import Path
@@ -155,6 +156,15 @@ def module_skipped_in_the_next_iteration():
     return model_result(model, optimizer)
 
 
+def dropped_after_an_overlapped_step():
+    """The optimizer goes while updates are under way: they end first."""
+    model, optimizer = make_model(overlap_forward=True)
+    iterate(model, optimizer)
+    del optimizer
+    gc.collect()
+    return [param.detach().clone() for param in model.parameters()]
+
+
 def model_saved_after_step():
     model, optimizer = make_model(overlap_forward=True)
     iterate(model, optimizer, range(2))
@@ -278,6 +288,7 @@ SCENARIOS = [
     lost_and_loaded,
     overlapped_forward,
     module_skipped_in_the_next_iteration,
+    dropped_after_an_overlapped_step,
     model_saved_after_step,
     state_asked_for_after_step,
     weights_read_after_synchronize,
@@ -319,6 +330,7 @@ def test_the_waits_are_these():
         "close: the last copies are done",
         "close: the slot's last store is done",
         "close: the weights are ready",
+        "drop: nothing is under way",
         "fetch: the chunk's last store is done",
         "fetch: the slot is free",
         "forward: the weights are ready",

@@ -145,8 +145,8 @@ class Metered(ImmediateLanes):
     def drop(self, tensor):
         self.use(-tensor.nbytes)
 
-    def memory(self):
-        return self.allocated, self.peak
+    def peak_bytes(self):
+        return self.peak
 
 
 class Metering:

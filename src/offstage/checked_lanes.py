@@ -50,8 +50,8 @@ class CheckedLanes(Lanes):
     def mark(self) -> _Moment:
         return self._inner.mark(), self._work(_CALLER)
 
-    def wait(self, mark: _Moment, reason: str, also: Place = None) -> None:
-        self._inner.wait(mark[0], reason, also)
+    def wait(self, mark: _Moment, reason: str) -> None:
+        self._inner.wait(mark[0], reason)
         self._clocks.wait(_CALLER, mark[1])
 
     def wait_on_host(self, mark: _Moment, reason: str) -> None:
@@ -88,8 +88,11 @@ class CheckedLanes(Lanes):
     def capturing(self) -> bool:
         return self._inner.capturing()
 
-    def memory(self) -> tuple[int, int]:
-        return self._inner.memory()
+    def follow(self, place: Place) -> None:
+        self._inner.follow(place)
+
+    def peak_bytes(self) -> int:
+        return self._inner.peak_bytes()
 
     def stamp(self, lane: Lane) -> Any:
         return self._inner.stamp(lane)

@@ -30,7 +30,10 @@ class Listener(Protocol):
         """`params` are about to be read by the forward of `module`."""
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
-        """`params` are about to be read, or written, as a whole."""
+        """`params` are about to be read as a whole."""
+
+    def before_load(self, params: Sequence[torch.Tensor]) -> None:
+        """`params` are about to be written as a whole."""
 
 
 class Cues:
@@ -40,18 +43,19 @@ class Cues:
         self._listener = weakref.ref(listener)
         self._handles: list[Any] = []
         self._bound: set[torch.Tensor] = set()
+        self._hooked: set[torch.Tensor] = set()
         self._model = weakref.ref(model) if model is not None else None
         self.module_of: dict[torch.Tensor, str] = {}
         """The module whose forward reads each parameter, by name; for messages."""
-        self.regions = 0
         # Whoever drops the optimizer without closing it leaves no hooks behind.
         weakref.finalize(listener, _remove_all, self._handles)
 
     def bind(self, params: Sequence[torch.Tensor]) -> None:
         """Hook `params` and the modules that own them. Those bound before stay as they are."""
         new = [param for param in params if param not in self._bound]
-        for param in new:
-            if param.requires_grad and param.is_leaf:
+        for param in params:
+            if param.requires_grad and param.is_leaf and param not in self._hooked:
+                self._hooked.add(param)
                 hook = _Hook(self._listener, "gradient_ready", ())
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         model = self._model() if self._model is not None else None
@@ -65,7 +69,6 @@ class Cues:
 
     def _bind_module(self, name: str, module: nn.Module, params: list[torch.Tensor]) -> None:
         self.module_of.update((param, name) for param in params)
-        self.regions += 1
         forward = _Hook(self._listener, "before_forward", (params, name))
         if module._compiled_call_impl is not None:
             # Compiled in place: a hook would be traced into the region, so the call itself is wrapped.
@@ -73,15 +76,16 @@ class Cues:
         else:
             # First of all hooks: others may read the weights.
             self._handles.append(module.register_forward_pre_hook(forward, prepend=True))
-        for owner in module.modules() if _is_compiled(module) else [module]:
-            read = _Hook(self._listener, "before_read", (params,))
-            self._handles.append(owner.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
-            self._handles.append(owner.register_load_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
+        read = _Hook(self._listener, "before_read", (params,))
+        self._handles.append(module.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
+        load = _Hook(self._listener, "before_load", (params,))
+        self._handles.append(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Leave no hook behind."""
         _remove_all(self._handles)
         self._bound.clear()
+        self._hooked.clear()
 
 
 class _Hook:
@@ -92,7 +96,7 @@ class _Hook:
 
     def __call__(self, *args: Any) -> None:
         if torch.compiler.is_compiling():
-            return  # inside a region compiled after offload(): nothing here can run ; `Overlap` finds out
+            return  # inside a region compiled after offload(): nothing here can run, and `Overlap` finds out
         listener = self._listener()
         if listener is not None:
             getattr(listener, self._method)(*(self._arguments or args[:1]))
@@ -157,6 +161,6 @@ def _regions(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[torch.Tens
         params: list[torch.Tensor] = list(module.parameters(recurse=compiled))
         if params:
             yield name or type(module).__name__, module, params
-        if not compiled:
-            children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
-            stack.extend(reversed(list(children)))
+        # Modules within a region have cues too, for whoever calls them by themselves; in the region those do nothing.
+        children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
+        stack.extend(reversed(list(children)))

@@ -54,9 +54,12 @@ class Early:
     def learn(self, fired: Mapping[torch.Tensor, int], engines: Sequence[Engine], *, with_updates: bool) -> None:
         """An iteration is over, in which hooks have `fired` so often."""
         self._rounds += with_updates
-        once = {param for param, times in fired.items() if times == 1} - self._several
+        once = {param for param, times in fired.items() if times == 1}
+        if once:  # otherwise a whole backward was run again, and nothing is learned from that
+            self._several |= fired.keys() - once
+            once -= self._several
+            self._once -= self._several
         if not self._once and once:
-            self._several = frozenset(fired.keys() - once)
             self._left = dict.fromkeys(engines, _LEFT_TO_STEP)
             if self._several:
                 logger.info("%d parameters get their gradient in parts and wait for step()", len(self._several))
@@ -97,11 +100,12 @@ class Early:
 
     def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
         budget = self._config.host_budget
-        need, used = sum(held.param.nbytes for held in states), sum(one.host_bytes for one in engines)
+        new = [held for held in states if not engine.keeps_on_host(held)]
+        need, used = sum(held.param.nbytes for held in new), sum(one.host_bytes for one in engines)
         try:
             check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
-            engine.keep_on_host(states)
-        except HostMemoryError as error:
+            engine.keep_on_host(new)
+        except (HostMemoryError, MemoryError, OSError) as error:
             logger.info("old weights of speculative updates are all kept on the device: %s", error)
 
 

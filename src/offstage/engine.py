@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -75,7 +76,9 @@ class Engine:
         self._moved_before = (0, 0)
         self._closed = False
         self._foreign = ForeignWatch(rule, device)
-        self._window_cut = False
+        self._most_window_slots = sys.maxsize
+        self.window_cut: str | None = None
+        """Why the window is smaller than it should be."""
         _alive.add(self)
 
     def add(self, states: Sequence[HeldState]) -> None:
@@ -89,6 +92,8 @@ class Engine:
         if slot_bytes and (self._pipeline is None or self._pipeline.slot_bytes < slot_bytes):
             if self._lanes is None:
                 self._lanes = lanes_for(self.device)
+                # Dropped with work under way: what the lanes still use must not be freed before they are done.
+                weakref.finalize(self, _drain, self._lanes, os.getpid())
                 self._foreign.attach(self._lanes)
                 self.timer = StepTimer(self._lanes)
             if self._pipeline is not None:
@@ -201,14 +206,22 @@ class Engine:
             timer.start()
         if not turns:
             return
-        round = self._round
+        try:
+            self._take(lanes, self._round, turns, keep=self._round.to_spare and not decided)
+        except BaseException:
+            for turn in turns:
+                self._round.forget(_held(turn))
+            self._round = self._round if self._round.ready else None
+            raise
+
+    def _take(self, lanes: Lanes, round: Round, turns: Sequence[Turn], *, keep: bool) -> None:
         for turn in turns:
-            self._register(round, turn, keep=round.to_spare and not decided)
+            self._register(round, turn, keep=keep)
         buffers = [tensor for turn in turns for tensor in (turn.weight, turn.grad)] if lanes.checks else []
         lanes.touch(writes=buffers)
         begun = lanes.submit(
             Lane.UPDATE,
-            functools.partial(self._begin, round, turns),
+            functools.partial(_begin, self._rule, self.device, round, turns),
             # Once for all updates of these turns: they follow on the same lane.
             after={"update: the gradients are ready": lanes.mark()},
             reads=[turn.weight for turn in turns if _held(turn) in round.kept],
@@ -229,14 +242,8 @@ class Engine:
         if keep and held in self._kept_on_host:
             round.kept[held] = self._kept_on_host[held].flat
         elif keep and not resident:
-            round.kept[held] = self._lanes.empty(turn.weight.nbytes).view(turn.weight.dtype)
-
-    def _begin(self, round: Round, turns: Sequence[Turn]) -> None:
-        self._rule.begin(self.device, turns)
-        for turn in turns:
-            if _held(turn) in round.kept:
-                round.kept[_held(turn)].copy_(turn.weight, non_blocking=True)
-                self._rule.remember(self.device, turn)
+            round.lent[held] = self._lanes.empty(turn.weight.nbytes)
+            round.kept[held] = round.lent[held].view(turn.weight.dtype)
 
     def advance(self, held: HeldState) -> None:
         """Update the chunks of `held` for which all gradients are there."""
@@ -245,8 +252,7 @@ class Engine:
         if held.placement is Placement.RESIDENT:
             self._update_resident([round.ready[held]])
         for host, members, chunk in self._chunks_of.get(held, ()):
-            everyone = (members[piece.index] for piece in chunk.pieces)
-            if chunk not in round.done and all(one in round.left for one in everyone if one.param.requires_grad):
+            if all(members[piece.index] in round.left or _is_idle(members[piece.index]) for piece in chunk.pieces):
                 self._update_chunk(host, members, chunk)
 
     def flush(self) -> None:
@@ -256,9 +262,8 @@ class Engine:
         self._update_resident([turn for held, turn in round.ready.items() if round.left[held]])
         for host, members in self._hosts:
             for chunk in host.layout.chunks:
-                wanted = round.to_spare or any(members[piece.index] in round.ready for piece in chunk.pieces)
-                if wanted and chunk not in round.done:
-                    self._update_chunk(host, members, chunk)
+                self._update_chunk(host, members, chunk)
+        assert not any(round.left.values()), "a gradient was taken and not used"
 
     def _end_round(self) -> None:
         assert self._lanes is not None
@@ -307,12 +312,19 @@ class Engine:
                 self._add_pending(share.turn, updated)
 
     def _update_chunk(self, host: HostState, members: list[HeldState], chunk: Chunk) -> None:
-        """One chunk's trip. Parameters without a gradient do not move, unless the whole chunk goes to the spare set."""
+        """One chunk's trip. Parameters without a gradient do not move, unless the whole chunk goes to the spare set.
+
+        A second trip takes what the first one did not: a gradient that was set between backward and `step()`.
+        """
         round, pipeline = self._round, self._pipeline
         assert round is not None
         assert pipeline is not None
-        ready = [piece for piece in chunk.pieces if members[piece.index] in round.ready]
-        trip = Trip(host, chunk, chunk.pieces if round.to_spare else ready, round.to_spare)
+        here = [piece for piece in chunk.pieces if (chunk, piece) not in round.done]
+        ready = [piece for piece in here if members[piece.index] in round.ready]
+        if not ready and not (here and round.to_spare):
+            return
+        trip = Trip(host, chunk, here if round.to_spare else ready, round.to_spare)
+        round.travelling = True
         if not pipeline.take_staged(trip):
             pipeline.fetch(trip)
         turns = [round.ready[members[piece.index]] for piece in ready]
@@ -328,7 +340,8 @@ class Engine:
             grads=[share.grad for share in shares],
         )
         pipeline.store(trip)
-        round.done.add(chunk)
+        round.travelling = False
+        round.done.update((chunk, piece) for piece in trip.pieces)
         self._last_update = trip.updated
         for turn in turns:
             round.left[_held(turn)] -= 1
@@ -343,20 +356,17 @@ class Engine:
 
     def widen(self, window_slots: int) -> None:
         """Let `window_slots` more chunks be on the device. Without memory for them the window stays smaller."""
-        if self._pipeline is None or self._pipeline.window_slots >= window_slots:
+        if self._pipeline is None or self._pipeline.window_slots >= min(window_slots, self._most_window_slots):
             return
         try:
             self._pipeline.widen(window_slots)
         except torch.OutOfMemoryError:
-            if not self._window_cut:
-                logger.warning(
-                    "%s has memory for %d window slots of %s instead of %d; chunks are fetched later",
-                    self.device,
-                    self._pipeline.window_slots,
-                    format_size(self._pipeline.slot_bytes),
-                    window_slots,
-                )
-            self._window_cut = True
+            self._most_window_slots = self._pipeline.window_slots  # failing allocations are slow: not again
+            self.window_cut = (
+                f"{self.device} has memory for {self._most_window_slots} window slots of "
+                f"{format_size(self._pipeline.slot_bytes)} instead of {window_slots}; chunks are fetched later"
+            )
+            logger.warning(self.window_cut)
 
     def narrow(self, window_slots: int) -> None:
         """Give the memory of window slots back, behind their stores, until `window_slots` are left."""
@@ -366,10 +376,10 @@ class Engine:
     def fetch_ahead(self) -> None:
         """Fetch chunks that the next step needs, in its order, as far as the window has room."""
         pipeline = self._pipeline
-        if pipeline is None or self._round is not None:  # a round that is open fetches for itself
+        if pipeline is None or pipeline.room_ahead <= 0 or self._round is not None:  # an open round fetches for itself
             return
         if not pipeline.staged:
-            self._ahead = iter([(host, *x) for host, members in self._hosts for x in self._expected(host, members)])
+            self._ahead = ((host, *x) for host, members in self._hosts for x in self._expected(host, members))
         while pipeline.room_ahead > 0 and (found := next(self._ahead, None)) is not None:
             pipeline.fetch_ahead(Trip(*found))
 
@@ -388,9 +398,11 @@ class Engine:
     def keep_on_host(self, states: Iterable[HeldState]) -> None:
         """Speculative updates of `states` keep the weights before on the host, where they cost no device memory."""
         for held in states:
-            if held not in self._kept_on_host:
-                numel, dtype = held.param.numel(), held.param.dtype
-                self._kept_on_host[held] = Arena(numel, dtype, self.device, pin=self._config.pin_memory)
+            numel, dtype = held.param.numel(), held.param.dtype
+            self._kept_on_host[held] = Arena(numel, dtype, self.device, pin=self._config.pin_memory)
+
+    def keeps_on_host(self, held: HeldState) -> bool:
+        return held in self._kept_on_host
 
     @property
     def has_spare(self) -> bool:
@@ -401,6 +413,13 @@ class Engine:
         for host, _ in self._hosts:
             if not host.spare:
                 host.spare = self._arenas(host.layout, {key: arena.dtype for key, arena in host.arenas.items()})
+
+    def drop_spare(self) -> None:
+        """Not enough memory for all of it: none of it."""
+        for host, _ in self._hosts:
+            for arena in host.spare.values():
+                arena.close()
+            host.spare = {}
 
     @property
     def lanes(self) -> Lanes | None:
@@ -414,9 +433,14 @@ class Engine:
         return self._lanes is not None and self._lanes.capturing()
 
     @property
-    def memory(self) -> tuple[int, int]:
-        """(allocated now, most so far) on the device."""
-        return self._lanes.memory() if self._lanes is not None else (0, 0)
+    def peak_bytes(self) -> int:
+        """The most that the whole process has had allocated on the device so far."""
+        return self._lanes.peak_bytes() if self._lanes is not None else 0
+
+    @property
+    def in_round(self) -> bool:
+        """Whether gradients have been taken for a step that is not over."""
+        return self._round is not None
 
     # Settling
 
@@ -424,7 +448,7 @@ class Engine:
         round, held = self._round, _held(turn)
         assert round is not None
         self._order += 1
-        self.pending[held] = Pending(turn, updated, self._order, round.places[held], round.kept.get(held))
+        self.pending[held] = Pending(turn, updated, self._order, round.places[held], round.lent.get(held))
 
     def settle(self, states: Iterable[HeldState], reason: str) -> None:
         """Make the caller's stream wait for the updates of `states`; then their gradients may go.
@@ -436,19 +460,19 @@ class Engine:
         if not due or self._lanes is None or self.timer is None:
             return
         with self.timer.exposed():
-            for place in {pending.place for pending in due}:
-                last = max((pending for pending in due if pending.place == place), key=lambda pending: pending.order)
-                self._lanes.wait(last.updated, reason, also=place)
+            self._lanes.wait(max(due, key=lambda pending: pending.order).updated, reason)
         turns = [pending.turn for pending in due]
         if self._round is not None:
             for turn in turns:  # the gradient goes with the turn
                 self._round.ready.pop(_held(turn), None)
         if self._lanes.checks:
             self._lanes.touch(writes=[tensor for turn in turns for tensor in (turn.weight, turn.grad)])
-        for pending in due:
-            if pending.kept is not None and _held(pending.turn) not in self._kept_on_host:
-                self._lanes.drop(pending.kept)
         self._finish(turns)
+        for pending in due:
+            if pending.lent is not None:
+                self._lanes.drop(pending.lent)
+        for place in {pending.place for pending in due}:
+            self._lanes.follow(place)
 
     def revert(self) -> None:
         """The round's speculative updates do not count: weights are as before, and so is the state on the host."""
@@ -456,6 +480,10 @@ class Engine:
         if round is None or lanes is None:
             return
         assert round.to_spare
+        assert self._pipeline is not None
+        if round.travelling:  # a trip failed on its way
+            self.synchronize("reset: nothing is under way")
+            self._pipeline.reset()
         if round.ready:
             lanes.wait(self._last_update, "redo: the speculative updates are done")
         for held, kept in round.kept.items():
@@ -463,10 +491,12 @@ class Engine:
             if lanes.checks:
                 lanes.touch(writes=[turn.weight, turn.grad, kept])
             turn.weight.copy_(kept, non_blocking=True)
-            if held not in self._kept_on_host:
-                lanes.drop(kept)
             self.pending.pop(held, None)
-        self._rule.revert(self.device, list(round.ready.values()))
+        self._rule.revert(self.device, [round.ready[held] for held in round.kept])
+        for lent in round.lent.values():
+            lanes.drop(lent)
+        for place in set(round.places.values()):
+            lanes.follow(place)
         self._round = None
         self.updating = False
 
@@ -525,6 +555,24 @@ class Engine:
     def host_bytes(self) -> int:
         kept = sum(arena.nbytes for arena in self._kept_on_host.values())
         return kept + sum(host.nbytes for host, _ in self._hosts)
+
+
+def _begin(rule: Rule, device: torch.device, round: Round, turns: Sequence[Turn]) -> None:
+    rule.begin(device, turns)
+    for turn in turns:
+        if _held(turn) in round.kept:
+            round.kept[_held(turn)].copy_(turn.weight, non_blocking=True)
+            rule.remember(device, turn)
+
+
+def _drain(lanes: Lanes, owner: int) -> None:
+    if os.getpid() == owner:
+        lanes.synchronize("drop: nothing is under way")
+
+
+def _is_idle(held: HeldState) -> bool:
+    """Neither has it a gradient, nor can backward bring one."""
+    return not held.param.requires_grad and held.param.grad is None
 
 
 def _held(turn: Turn) -> HeldState:

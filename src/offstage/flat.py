@@ -41,6 +41,11 @@ def order_of(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(sorted(dims, key=lambda dim: -strides[dim]))
 
 
+def is_dense(param: torch.Tensor) -> bool:
+    """Whether a flat line of `param` is a view of it; otherwise it is a copy."""
+    return param.is_contiguous() or _same_order(param, param)
+
+
 def copy_back(flat: torch.Tensor, param: torch.Tensor) -> None:
     """Write `flat` to `param` if it is a copy of it (a parameter with gaps in memory) and not a view."""
     if flat.numel() and flat.data_ptr() != param.data_ptr():

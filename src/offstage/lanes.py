@@ -63,8 +63,8 @@ class Lanes(ABC):
         """A mark after everything the caller's stream has been given so far."""
 
     @abstractmethod
-    def wait(self, mark: Mark, reason: str, also: Place = None) -> None:
-        """Make the caller's stream wait for `mark`, and the stream at `also` if that is another one."""
+    def wait(self, mark: Mark, reason: str) -> None:
+        """Make the caller's stream wait for `mark`."""
 
     @abstractmethod
     def wait_on_host(self, mark: Mark, reason: str) -> None:
@@ -73,6 +73,9 @@ class Lanes(ABC):
     def here(self) -> Place:
         """The caller's stream: what it allocates is handed on in its order."""
         return None
+
+    def follow(self, place: Place) -> None:  # noqa: B027
+        """Make the stream at `place`, if that is another one, wait for all that the caller's has been given."""
 
     @abstractmethod
     def empty(self, nbytes: int) -> torch.Tensor:
@@ -97,9 +100,9 @@ class Lanes(ABC):
         """Whether the caller's stream is being captured into a graph: then nothing outside may be waited for."""
         return False
 
-    def memory(self) -> tuple[int, int]:
-        """(allocated now, most so far) on the device, by the whole process."""
-        return 0, 0
+    def peak_bytes(self) -> int:
+        """The most that the whole process has had allocated on the device so far."""
+        return 0
 
     @abstractmethod
     def stamp(self, lane: Lane) -> Any:
@@ -144,11 +147,8 @@ class AcceleratorLanes(Lanes):
     def mark(self) -> Mark:
         return self._caller().record_event()
 
-    def wait(self, mark: Mark, reason: str, also: Place = None) -> None:
-        caller = self._caller()
-        caller.wait_event(mark)
-        if also is not None and also != caller:
-            also.wait_event(mark)
+    def wait(self, mark: Mark, reason: str) -> None:
+        self._caller().wait_event(mark)
 
     def wait_on_host(self, mark: Mark, reason: str) -> None:
         mark.synchronize()
@@ -156,12 +156,16 @@ class AcceleratorLanes(Lanes):
     def here(self) -> Place:
         return self._caller()
 
+    def follow(self, place: Place) -> None:
+        caller = self._caller()
+        if place != caller:
+            place.wait_event(caller.record_event())
+
     def capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def memory(self) -> tuple[int, int]:
-        device = self.device.index
-        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+    def peak_bytes(self) -> int:
+        return int(torch.accelerator.max_memory_allocated(self.device.index))
 
     def empty(self, nbytes: int) -> torch.Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -173,9 +177,7 @@ class AcceleratorLanes(Lanes):
         self._allocated_on.pop(tensor.data_ptr()).wait_event(after)
 
     def drop(self, tensor: torch.Tensor) -> None:
-        allocated_on, caller = self._allocated_on.pop(tensor.data_ptr()), self._caller()
-        if allocated_on != caller:
-            allocated_on.wait_event(caller.record_event())
+        self.follow(self._allocated_on.pop(tensor.data_ptr()))
 
     def synchronize(self, reason: str) -> None:
         for stream in self._streams.values():
@@ -219,7 +221,7 @@ class ImmediateLanes(Lanes):
     def mark(self) -> Mark:
         return None
 
-    def wait(self, mark: Mark, reason: str, also: Place = None) -> None:
+    def wait(self, mark: Mark, reason: str) -> None:
         pass
 
     def wait_on_host(self, mark: Mark, reason: str) -> None:

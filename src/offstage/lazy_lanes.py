@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offstage.happens_before import HOST, Clock, Clocks, HappensBefore
-from offstage.lanes import Buffers, Lane, Lanes, Place
+from offstage.lanes import Buffers, Lane, Lanes
 
 _POISON_BYTE = 0xA5
 _CALLER = Lane.CALLER.value
@@ -86,7 +86,7 @@ class LazyLanes(Lanes):
     def mark(self) -> _Work:
         return _Work(Lane.CALLER, _nothing, [], self._clocks.work(_CALLER, []), done=True)
 
-    def wait(self, mark: _Work, reason: str, also: Place = None) -> None:
+    def wait(self, mark: _Work, reason: str) -> None:
         if self.waits.keeps(reason):
             self._force([mark])
             self._clocks.wait(_CALLER, mark.clock)

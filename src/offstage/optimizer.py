@@ -109,6 +109,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _place(self) -> None:
         self._places.place(self.param_groups)
+        self._number_groups()
         if self._overlap is not None:
             self._overlap.bind()
 
@@ -116,9 +117,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of the optimizer this was made from.
+        """One step of the optimizer this was made from. The host does not wait for it.
 
-        When it returns, whatever the caller's stream is given next sees the new weights. The host does not wait.
+        When it returns, whatever the caller's stream is given next sees the new weights. With `overlap_forward` that
+        holds for each module's forward, and for everything after `synchronize()`; `.grad` is `None` afterwards.
         """
         self.check_not_lost()
         loss = None
@@ -149,16 +151,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         weights outside a forward (an EMA, logging) need it.
         """
         self._places.settle("synchronize: the weights are ready")
+        if self._overlap is not None:
+            self._overlap.all_waited()
         for engine in self._engines.values():
             engine.synchronize("host: all stores are done")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Gradients of an iteration that is given up take its updates with them, where that is possible."""
+        self._norm = None
         if self.speculation.active:
             self._take_back()
         super().zero_grad(set_to_none)
         if self._overlap is not None:
-            self._overlap.gradients_zeroed()
+            self._overlap.start_again()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -179,13 +184,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         if self._norm is not None and self.speculation.active:  # a second call: the first may have to clip
             self._norm_allows()
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        params = self._with_gradient()
         early = self._overlap.gradients if self._overlap is not None else {}
-        gradients = [early.get(param, param.grad) for param in params]
+        gradients = [gradient for p in params if (gradient := early.get(p, p.grad)) is not None]
         device = gradients[0].device if gradients else None
         lanes = self._engines[device].lanes if device is not None else None
         if self._seen is None:
-            self._seen = torch.zeros(2, pin_memory=device is not None and device.type != "cpu")
+            pin = device is not None and device.type != "cpu"
+            self._seen = torch.zeros(2, dtype=torch.float64, pin_memory=pin)
         self._norm = Norm(gradients, max_norm, norm_type, seen=self._seen, lanes=lanes)
         if not self.speculation.active:
             self._norm.clip(params)
@@ -273,6 +279,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._fail(error, updated)
             raise
         self.steps += 1
+        self._learn()
         before, self._moved_until = self._moved_until, self._places.moved_bytes()
         self.last_moved = (self._moved_until[0] - before[0], self._moved_until[1] - before[1])
         self._prove_effect(turns)
@@ -286,6 +293,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             late = self._overlap.end_step(turns)
         for engine in self._engines.values():
             engine.settle([held for held in engine.pending if held not in late], "step: the weights are ready")
+
+    def _learn(self) -> None:
+        """The step is made: what does it say about the next ones?"""
+        if self._overlap is not None:
+            self._overlap.learn()
         if self._norm is not None:
             self.speculation.decide(self._norm.within)
             if self.config.update_in_backward and not self.speculation.clips:
@@ -329,12 +341,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """One per device."""
         return list(self._engines.values())
 
-    def begin_round(self) -> None:
+    def begin_round(self, *, in_backward: bool = False) -> None:
         """A step begins, with its first update."""
+        self._norm = None if in_backward else self._norm  # of an iteration that was given up
         self._round += 1
         self._options = {}
-        self._group_number = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        self._number_groups()
         self.speculation.active = False
+
+    def _number_groups(self) -> None:
+        self._group_number = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
 
     def has(self, param: torch.Tensor) -> bool:
         """Whether `param` is in a group, in this round."""
@@ -355,23 +371,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.speculation.misses += norm.finite
             self._take_back()
         if norm.finite:
-            norm.clip([p for group in self.param_groups for p in group["params"] if p.grad is not None])
             return True
         self.skipped_steps += 1
         self._norm = None
+        if self._overlap is not None:
+            self._overlap.start_again()
         logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
         return False
 
     def restart_round(self, reason: str) -> None:
         """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
-        if self._overlap is None or not self._overlap.updated:
+        self.give_up_round(reason)
+        self.check_not_lost()
+
+    def give_up_round(self, reason: str) -> None:
+        """The same, without raising now."""
+        if not self._updated_early:
             return
         if self.speculation.active:
             self._take_back()
             return
         self.drop_trips()
         self._lost = reason + " Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
-        raise StepLostError(self._lost)
 
     def check_between_steps(self) -> None:
         """Raise if some weights are new and some are old: nobody should read that."""
@@ -382,12 +403,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
 
     def _take_back(self) -> None:
-        """Weights and gradients are again as before the speculative updates."""
+        """Weights are again as before the speculative updates, and gradients as the loop has left them."""
         assert self._overlap is not None
-        self.speculation.active = False
-        for engine in self._engines.values():
-            engine.revert()
-        self._overlap.give_gradients_back()
+        with deferred_interrupts(), torch.no_grad():
+            self.speculation.active = False
+            for engine in self._engines.values():
+                engine.revert()
+            self._overlap.give_gradients_back()
+            if self._norm is not None:
+                self._norm.clip(self._with_gradient())
+
+    def _with_gradient(self) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     # State
 
@@ -425,6 +452,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Where each parameter's state lives, in the order of `param_groups`."""
         return self._places.plan(self.all_held())
 
+    def fallbacks(self) -> list[str]:
+        """What does not happen as it was asked for, and why."""
+        found = [engine.window_cut for engine in self._engines.values()] + [self.speculation.impossible]
+        if self.speculation.is_off:
+            found.append("clipping is active too often: updates in backward are made in step() for now")
+        overlap = self._overlap.fallbacks() if self._overlap is not None else []
+        return [text for text in found if text is not None] + overlap
+
     def receipt(self) -> Receipt:
         """What was really moved, and what it cost. Waits for the device."""
         return make_receipt(self)
@@ -435,10 +470,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give back slots and pinned memory, after the last copy. State that was handed out stays readable."""
+        self.give_up_round("The optimizer was closed between backward and step().")
         if self._overlap is not None:
             self._overlap.remove()
-        if self.speculation.active:
-            self._take_back()
         self._places.settle("close: the weights are ready")
         for engine in self._engines.values():
             engine.close()

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+import threading
+import weakref
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from offstage.dropped_gradient import DroppedGradient
 from offstage.early import Early
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffstageError
+from offstage.flat import is_dense
 from offstage.held_state import HeldState
 from offstage.interrupts import deferred_interrupts
 from offstage.plan import Placement
@@ -58,12 +61,24 @@ class Overlap:
             )
         if config.update_in_backward and model is not None:
             _refuse_ddp(any(isinstance(module, DistributedDataParallel) for module in model.modules()))
-        self._optimizer = optimizer
+        if config.overlap_forward and isinstance(model, nn.DataParallel):
+            raise ConfigError(
+                "overlap_forward=True lets modules wait for their own weights; nn.DataParallel copies all weights "
+                "before any module runs. Expected a model without it. Use DistributedDataParallel."
+            )
+        self._owner = weakref.ref(optimizer)  # which owns this: no cycle, so that dropping it frees its memory at once
         self._config = config
-        self._off: str | None = None
+        self._lock = threading.RLock()
+        """Autograd runs the hooks of each device in a thread of its own."""
+        self._off = False
+        """A graph was captured: there will be no more cues."""
         self._accumulating = 0
         self._fired: Counter[torch.Tensor] = Counter()
-        self._reported_blind = False
+        self._cues_so_far = 0
+        self._blind: str | None = None
+        """What was said about parameters whose module's forward is not seen."""
+        self._in_flight: deque[HeldState] = deque()
+        self._bytes_in_flight = 0
         self._running: set[torch.Tensor] = set()
         """Parameters whose module ran forward since the last step."""
         self._unseen: set[torch.Tensor] = set()
@@ -80,8 +95,19 @@ class Overlap:
         self._cues = Cues(self, model)
         self.bind()
 
+    @property
+    def _optimizer(self) -> OffloadedOptimizer:
+        owner = self._owner()
+        assert owner is not None
+        return owner
+
+    def fallbacks(self) -> list[str]:
+        """What does not happen as it was asked for."""
+        off = "a graph was captured: step() does everything" if self._off else None
+        return [text for text in (off, self._blind) if text is not None]
+
     def bind(self) -> None:
-        """Hook parameters that are new."""
+        """Hook parameters that are new, or no longer frozen."""
         self._cues.bind([held.param for held in self._optimizer.all_held()])
 
     def remove(self) -> None:
@@ -100,55 +126,67 @@ class Overlap:
 
     def gradient_ready(self, param: torch.Tensor) -> None:
         """Called by autograd's thread, with the stream current on which the gradient was made."""
-        if self._off:
+        if self._off or any(self._captured(engine) for engine, _ in self._optimizer.by_engine([param])):
             return
-        if self._config.update_in_backward and not self._fired and not self._accumulating:
+        with self._lock, torch.no_grad(), deferred_interrupts():
+            if not self._fired and not self._accumulating:
+                self._begin_backward()
+            for engine, (held,) in self._optimizer.by_engine([param]):
+                self._gradient_ready(held, engine)
+
+    def _begin_backward(self) -> None:
+        """The first gradient that counts: what was learned before takes effect."""
+        if self._config.update_in_backward and not self.updated:
             self._optimizer.follow_groups()
             self.early.measure(self._optimizer.engines)
-        for engine, (held,) in self._optimizer.by_engine([param]):
-            if self._captured(engine):
-                return
-            self._begin_backward(engine)
-            self._check_waited(held)
-            if self._accumulating:
-                return
-            if param in self.updated:
-                self._optimizer.restart_round(
-                    f"A gradient for {held.name!r} arrived after its update in backward: step() did not follow the "
-                    "backward before. Expected one backward per step(), the others under optimizer.accumulate()."
-                )
-            self._fired[param] += 1
-            with torch.no_grad(), deferred_interrupts():
-                self._window.in_backward(engine, self._fired.total())
-                if self._is_early(held, engine):
-                    self._update_now(held, engine)
-                elif not self._config.update_in_backward:
-                    engine.fetch_ahead()
 
-    def _begin_backward(self, engine: Engine) -> None:
-        """What no forward has waited for is waited for now: backward may write into the gradients (DDP does)."""
-        if engine.pending and not self.updated:
-            self._unseen.update(held.param for held in engine.pending)
+    def _gradient_ready(self, held: HeldState, engine: Engine) -> None:
+        if engine.pending and not engine.in_round:
+            # What no forward has waited for is waited for now: backward may write into the gradients (DDP does).
+            self._unseen.update(pending.param for pending in engine.pending)
             engine.settle(list(engine.pending), "backward: the last update is done")
+        self._check_waited(held)
+        if self._accumulating:
+            return
+        if held.param in self.updated:
+            self._optimizer.restart_round(
+                f"A gradient for {held.name!r} arrived after its update in backward: step() did not follow the "
+                "backward before. Expected one backward per step(), the others under optimizer.accumulate()."
+            )
+        self._fired[held.param] += 1
+        self._cues_so_far += 1
+        self._window.in_backward(self._cues_so_far, self._optimizer.engines)
+        if self._is_early(held, engine):
+            self._update_now(held, engine)
+        elif not self._config.update_in_backward:
+            engine.fetch_ahead()
 
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """The caller's stream waits for the updates of this module's weights, and for nothing else."""
         if self._config.update_in_backward:
             _refuse_ddp(DistributedDataParallel._active_ddp_module is not None)
-            self._refuse_forward(module)
+            self._refuse_forward(params, module)
         if self._off:
             return
         for engine, states in self._optimizer.by_engine(params):
             if self._captured(engine):
                 return
             engine.settle(states, "forward: the weights are ready")
-            self._window.in_forward(engine, module)
+        self._window.in_forward(module, self._optimizer.engines)
         self._running.update(params)
         self._unseen.difference_update(params)
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
-        """A state dict of the model is read or loaded."""
+        """A state dict of the model is read."""
         self._optimizer.check_between_steps()
+        self._settle(params)
+
+    def before_load(self, params: Sequence[torch.Tensor]) -> None:
+        """A state dict of the model is loaded: maybe to go on after a step that was lost."""
+        self._optimizer.give_up_round("A model was loaded between backward and step().")
+        self._settle(params)
+
+    def _settle(self, params: Sequence[torch.Tensor]) -> None:
         for engine, states in self._optimizer.by_engine(params):
             if not engine.capturing():
                 engine.settle(states, "read: the weights are ready")
@@ -168,17 +206,25 @@ class Overlap:
         """Graphs replay without cues: from the first capture on everything happens in `step()`."""
         if not engine.capturing():
             return False
-        self._off = "a graph was captured"
+        self._off = True
         logger.warning(
             "A graph capture was seen: its replays give no cues, so overlap_forward, window and update_in_backward are "
             "off from now on and step() does everything. Results are the same."
         )
         return True
 
-    def _refuse_forward(self, module: str) -> None:
+    def _refuse_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """Between backward and step() some weights are new and some are old."""
-        # Not inside backward, where checkpointing runs forwards again.
-        if self.updated and torch._C._current_graph_task_id() == -1:
+        if not self.updated:
+            return
+        if torch._C._current_graph_task_id() != -1:  # inside backward, where checkpointing runs forwards again
+            if any(param in self.updated for param in params):
+                raise OffstageError(
+                    f"Checkpointing ran the forward of {module!r} again after update_in_backward=True had updated it. "
+                    "Expected every use in a checkpointed part to have a gradient; found one that has none. Use "
+                    "update_in_backward=False, or keep that use out of the checkpointed part."
+                )
+        else:
             if (changed := self.what_changed()) is not None:
                 self._optimizer.restart_round(changed)
                 return
@@ -200,7 +246,8 @@ class Overlap:
     def _update_now(self, held: HeldState, engine: Engine) -> None:
         optimizer, param = self._optimizer, held.param
         if not self.updated:
-            optimizer.begin_round()
+            self._unfinished.clear()  # of backwards that failed before they had updated anything
+            optimizer.begin_round(in_backward=True)
             optimizer.speculation.begin()
         if not optimizer.has(param):
             return
@@ -210,14 +257,15 @@ class Overlap:
         engine.take([turn], to_spare=optimizer.speculation.active)
         gradient, param.grad = param.grad, DroppedGradient(param, held.name)
         self.updated[param] = held
-        self._used_options.setdefault(turn.group_number, _fixed(optimizer.param_groups[turn.group_number]))
+        if turn.group_number not in self._used_options:
+            self._used_options[turn.group_number] = self._fixed(turn.group_number)
         if optimizer.speculation.active:
             assert gradient is not None
             self.gradients[param] = gradient
         torch.autograd.graph.increment_version([param])
         engine.advance(held)
         if not optimizer.speculation.active:
-            self._bound_gradients(engine)
+            self._bound_gradients(held)
 
     def _notice_end(self) -> None:
         """Find out whether this backward comes to its end: if it fails, autograd does not call back."""
@@ -226,18 +274,18 @@ class Overlap:
             self._unfinished.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._unfinished.discard(task))
 
-    def _bound_gradients(self, engine: Engine) -> None:
+    def _bound_gradients(self, held: HeldState) -> None:
         """Give back the memory of the oldest gradients behind their updates."""
-        waiting = [held for held in engine.pending if held.param in self.updated]
-        total = sum(held.param.nbytes for held in waiting)
-        while waiting and total > self.early.most_in_flight:
-            oldest = waiting.pop(0)
-            total -= oldest.param.nbytes
-            engine.settle([oldest], "backward: the update is done with the gradient")
+        self._in_flight.append(held)
+        self._bytes_in_flight += held.param.nbytes
+        while self._bytes_in_flight > self.early.most_in_flight and self._in_flight:
+            oldest = self._in_flight.popleft()
+            self._bytes_in_flight -= oldest.param.nbytes
+            for engine, states in self._optimizer.by_engine([oldest.param]):
+                engine.settle(states, "backward: the update is done with the gradient")
 
     def what_changed(self) -> str | None:
         """Why the updates in backward are not those of this step, if so."""
-        groups = self._optimizer.param_groups
         if self._unfinished:
             return _FAILED
         for param, held in self.updated.items():
@@ -246,7 +294,7 @@ class Overlap:
                     f"The gradient of {held.name!r} was set or zeroed after its update in backward. Expected step() "
                     "right after backward, with the gradients that autograd made."
                 )
-        if any(used != _fixed(groups[number]) for number, used in self._used_options.items()):
+        if any(used != self._fixed(number) for number, used in self._used_options.items()):
             return (
                 "A hyperparameter changed between backward and step(), after update_in_backward=True had updated "
                 "weights with the old one; expected the same from the first gradient to step(). Call schedulers after "
@@ -254,9 +302,24 @@ class Overlap:
             )
         return None
 
-    def gradients_zeroed(self) -> None:
-        """What fired so far does not count: the backward will be run again."""
+    def _fixed(self, number: int) -> dict[str, Any]:
+        """A group's hyperparameters, comparable without waiting for a device: tensors by identity and version."""
+        group = self._optimizer.param_groups[number]
+        return {
+            name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name in self._optimizer.defaults
+        }
+
+    def start_again(self) -> None:
+        """The iteration was given up: what fired so far does not count."""
         self._fired.clear()
+        self._unseen.clear()
+        self._cues_so_far = 0
+
+    def all_waited(self) -> None:
+        """The caller's stream has waited for every update."""
+        self._unseen.clear()
 
     def give_gradients_back(self) -> None:
         """The updates in backward were taken back: `step()` finds the gradients where autograd left them."""
@@ -277,32 +340,37 @@ class Overlap:
 
     def end_step(self, turns: Sequence[Turn]) -> set[HeldState]:
         """Take the gradients; return the states whose weights may come as late as in the next forward."""
-        self._window.end_step(self._fired.total(), self._optimizer.engines, off=self._off is not None)
+        self._window.end_step(self._cues_so_far, self._optimizer.engines, off=self._off)
         late: set[HeldState] = set()
         blind = 0
         for held in [*self.updated.values(), *(turn.of for turn in turns)]:
             assert isinstance(held, HeldState)
-            if self._config.overlap_forward and not self._off and held.param in self._running:
+            # A weight with gaps is updated as a copy and written back when it is settled: nobody may forget that.
+            seen = held.param in self._running and is_dense(held.param)
+            if self._config.overlap_forward and not self._off and seen:
                 late.add(held)
                 held.param.grad = None
             elif held.placement is Placement.STREAMED:
                 blind += 1
         self._report_blind(blind, len(late))
+        return late
+
+    def learn(self) -> None:
+        """The step is made."""
         if self._config.update_in_backward:
             self.early.learn(self._fired, self._optimizer.engines, with_updates=bool(self.updated))
         self.forget()
-        return late
+        self.bind()
 
     def _report_blind(self, blind: int, late: int) -> None:
         """Nothing falls back silently."""
-        if self._config.overlap_forward and blind and not self._off and not self._reported_blind:
-            self._reported_blind = True
-            logger.warning(
-                "overlap_forward: step() waits for %d of %d parameters, because the forward of their modules was not "
-                "seen. Their weights are read by another module, or the model was compiled after offload().",
-                blind,
-                blind + late,
+        if self._config.overlap_forward and blind and not self._off and self._blind is None:
+            self._blind = (
+                f"overlap_forward: step() waits for {blind} of {blind + late} parameters, because the forward of their "
+                "modules was not seen (another module reads their weights, or the model was compiled after offload()), "
+                "or because they have gaps in memory"
             )
+            logger.warning(self._blind)
 
     def forget(self) -> None:
         """Nothing is under way."""
@@ -314,6 +382,9 @@ class Overlap:
         self._used_options.clear()
         self._unfinished.clear()
         self._fired.clear()
+        self._cues_so_far = 0
+        self._in_flight.clear()
+        self._bytes_in_flight = 0
         self._running.clear()
         self._unseen.clear()
 
@@ -324,12 +395,3 @@ def _refuse_ddp(found: bool) -> None:
             "update_in_backward=True uses gradients as autograd makes them; DistributedDataParallel reduces them "
             "later. Expected a model without it. Use overlap_forward=True and window instead."
         )
-
-
-def _fixed(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's hyperparameters, comparable without waiting for a device: tensors by identity and version."""
-    return {
-        name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }

@@ -92,7 +92,9 @@ class Places:
         group_of: Mapping[torch.Tensor, dict[str, Any]],
         existing: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
-        engine = self.engines.setdefault(device, Engine(device, self._rule, self._config))
+        if device not in self.engines:
+            self.engines[device] = Engine(device, self._rule, self._config)
+        engine = self.engines[device]
         has_spare = any(engine.has_spare for engine in self.engines.values())
         engine.settle(list(engine.pending), "place: the weights are ready")
         engine.synchronize("place: the lanes are drained")

@@ -49,6 +49,8 @@ class Receipt:
     """Steps whose updates in backward could stay, because nothing had to be clipped."""
     speculation_misses: int = 0
     """Steps that were made again with clipped gradients."""
+    fallbacks: tuple[str, ...] = ()
+    """What does not happen as it was asked for, and why."""
     advice: str | None = None
     """What would hide more, if anything would."""
 
@@ -80,6 +82,7 @@ class Receipt:
             rows.append(("skipped, norm not finite", f"{self.skipped_steps} steps"))
         if self.weights_written_by_others:
             rows.append(("weights written by others", f"{self.weights_written_by_others} elements"))
+        rows += [("not as asked for", text) for text in self.fallbacks]
         if self.advice:
             rows.append(("advice", self.advice))
         return "\n".join(f"{name:<28} {value}" for name, value in rows)
@@ -130,6 +133,7 @@ def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
         skipped_steps=optimizer.skipped_steps,
         speculation_hits=optimizer.speculation.hits,
         speculation_misses=optimizer.speculation.misses,
+        fallbacks=tuple(optimizer.fallbacks()),
         advice=_advise(optimizer, exposed, transfer),
     )
 

@@ -9,7 +9,7 @@ import torch
 
 from offstage.held_state import HeldState
 from offstage.lanes import Mark, Place
-from offstage.layout import Chunk
+from offstage.layout import Chunk, Piece
 from offstage.rules.rule import Turn
 
 
@@ -24,8 +24,8 @@ class Pending:
     """Updates follow each other on one lane: whoever has waited for a larger number has waited for this one."""
     place: Place
     """The stream in whose order the gradient's memory goes back."""
-    kept: torch.Tensor | None
-    """Speculative: the weights before."""
+    lent: torch.Tensor | None
+    """Device memory that holds the weights before, if they were kept there."""
 
 
 @dataclass(eq=False)
@@ -38,7 +38,17 @@ class Round:
     """Taken and not settled yet."""
     left: dict[HeldState, int] = field(default_factory=dict)
     """Chunks that have still to be updated."""
-    done: set[Chunk] = field(default_factory=set)
+    done: set[tuple[Chunk, Piece]] = field(default_factory=set)
+    """Pieces that have made their trip."""
+    travelling: bool = False
+    """A trip has begun and is not given to the lanes as a whole: still so after a failure in the middle of one."""
     places: dict[HeldState, Place] = field(default_factory=dict)
     kept: dict[HeldState, torch.Tensor] = field(default_factory=dict)
     """Speculative: the weights before."""
+    lent: dict[HeldState, torch.Tensor] = field(default_factory=dict)
+    """Those of them that are in device memory of the lanes."""
+
+    def forget(self, held: HeldState) -> None:
+        """It was not taken after all."""
+        for taken in (self.ready, self.left, self.places, self.kept, self.lent):
+            taken.pop(held, None)  # type: ignore[attr-defined]

@@ -51,15 +51,18 @@ class Norm:
         coefficient = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
         self._lanes = lanes
         self._seen = seen
-        self._seen.copy_(torch.stack([self.total, coefficient]), non_blocking=True)
+        self._seen.copy_(torch.stack([self.total, coefficient]).double(), non_blocking=True)
+        self._applied = False
         self._arrived: Mark = None
         if lanes is not None:
             lanes.touch(writes=[self._seen])
             self._arrived = lanes.mark()
 
     def clip(self, params: Sequence[torch.Tensor]) -> None:
-        """Scale the gradients of `params` as torch does."""
-        clip_grads_with_norm_(params, self.max_norm, self.total)
+        """Scale the gradients of `params` as torch does, once."""
+        if not self._applied:
+            clip_grads_with_norm_(params, self.max_norm, self.total)
+            self._applied = True
 
     def wait(self) -> None:
         """The one host wait of a step."""
@@ -87,12 +90,19 @@ class Speculation:
         """The loop calls `clip_grad_norm_`."""
         self.possible = False
         """There is a second set of arenas."""
+        self.impossible: str | None = None
+        """Why there is none."""
         self.active = False
         """The round that is under way speculates."""
         self.hits = 0
         self.misses = 0
         self._within = 0.5
         self._pays = True
+
+    @property
+    def is_off(self) -> bool:
+        """It would lose more than it wins."""
+        return self.possible and not self._pays
 
     @property
     def allows_early(self) -> bool:
@@ -109,12 +119,14 @@ class Speculation:
             for engine in engines:
                 engine.add_spare()
             self.possible = True
-        except HostMemoryError as error:
-            logger.warning(
+        except (HostMemoryError, MemoryError, OSError) as error:
+            for engine in engines:
+                engine.drop_spare()
+            self.impossible = (
                 "update_in_backward with clipping needs a second copy of the state on the host; without it all updates "
-                "are made in step(). %s",
-                error,
+                f"are made in step(). {error}"
             )
+            logger.warning(self.impossible)
 
     def begin(self) -> None:
         """A round begins with an update in backward."""

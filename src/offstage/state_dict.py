@@ -80,7 +80,8 @@ class _ParamView(dict[str, Any]):
     """One parameter's state. Assigning to it changes the state where it is kept, or raises.
 
     Its tensors are the state itself, except with split masters: there `master_weight` and `exp_avg_sq` are joined
-    copies, and only assigning them writes them back.
+    copies, and only assigning them writes them back. With `update_in_backward` and clipping they are the state only
+    until the next step: its speculative updates go to a second set of arenas, which then is the state.
     """
 
     def __init__(self, view: StateView, param: torch.Tensor, values: dict[str, Any]) -> None:

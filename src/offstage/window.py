@@ -40,39 +40,45 @@ class Window:
             return 0
         if window == "all":
             return engine.num_chunks
-        allowed = self._fitting(engine, slot) if window == "auto" else int(window) // slot
+        allowed = self._room.get(engine, 0) if window == "auto" else int(window) // slot
         return min(allowed, engine.num_chunks)
 
-    def _fitting(self, engine: Engine, slot: int) -> int:
+    def _fit(self, engine: Engine) -> None:
         """The window that keeps the process's peak under `device_peak`: what is left above the peak without it."""
-        if self._steps < _PLAIN_STEPS:
-            return 0
-        budget, (_, peak) = int(self._config.device_peak or 0), engine.memory
+        budget, peak, slot = int(self._config.device_peak or 0), engine.peak_bytes, engine.planned_slot_bytes
+        if not slot:
+            return
         if engine not in self._room:
             self._room[engine] = max(0, budget - peak) // slot
-            logger.info("window='auto': %s", format_size(self._room[engine] * slot))
+            level = logging.INFO if self._room[engine] else logging.WARNING
+            found = (format_size(self._room[engine] * slot), format_size(budget), format_size(peak))
+            logger.log(level, "window='auto': %s, what device_peak=%s leaves above a peak of %s", *found)
         elif peak > max(budget, self._peak[engine]):  # activations have grown
             self._room[engine] = max(0, self._room[engine] - -(-(peak - budget) // slot))
             engine.narrow(self._room[engine])
         self._peak[engine] = peak
-        return self._room[engine]
 
-    def in_backward(self, engine: Engine, cue: int) -> None:
+    def in_backward(self, cue: int, engines: Sequence[Engine]) -> None:
         """The `cue`-th gradient is ready: widen in proportion."""
         if self._config.window and self._cues_in_backward:
             share = min(1.0, cue / self._cues_in_backward)
-            engine.widen(int(share * self.slots(engine)))
+            for engine in engines:
+                engine.widen(int(share * self.slots(engine)))
 
-    def in_forward(self, engine: Engine, module: str) -> None:
+    def in_forward(self, module: str, engines: Sequence[Engine]) -> None:
         """A module runs: with `"all"`, state leaves in proportion."""
         if self._config.window == "all" and module not in self._modules:
             self._modules.add(module)
             share = len(self._modules) / max(self._modules_in_forward, len(self._modules))
-            engine.narrow(int((1.0 - share) * self.slots(engine)))
+            for engine in engines:
+                engine.narrow(int((1.0 - share) * self.slots(engine)))
 
     def end_step(self, cues: int, engines: Sequence[Engine], *, off: bool) -> None:
         """A step was made, after a backward with `cues` gradients. `off`: there will be no more cues."""
         self._steps += 1
+        if self._config.window == "auto" and self._steps >= _PLAIN_STEPS and not off:
+            for engine in engines:
+                self._fit(engine)
         if off or (self._config.window == "all" and not self._modules):  # no forward will give it back
             for engine in engines:
                 engine.narrow(0)

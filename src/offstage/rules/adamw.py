@@ -126,8 +126,9 @@ class AdamRule(Rule):
     def finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
             state = turn.of
-            # In place: a state dict that was handed out counts on, as in torch.
-            state.scalars.setdefault("step", torch.tensor(0.0)).fill_(turn.step)
+            if "step" not in state.scalars:
+                state.scalars["step"] = torch.tensor(0.0)
+            state.scalars["step"].fill_(turn.step)  # in place: a state dict that was handed out counts on, as in torch
             state.present = frozenset(key.name for key in state.keys)
 
     def remember(self, device: torch.device, turn: Turn) -> None:
