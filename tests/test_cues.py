@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cues: hooks that offload() binds by itself, that find every read of a weight, and that leave without a trace."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -114,6 +115,43 @@ def test_a_dropped_optimizer_leaves_no_hooks(config):
     gc.collect()
     assert gone() is None
     assert hooks_of(model) == []
+
+
+@pytest.mark.parametrize("config", EVERYTHING, ids=NAMES)
+def test_a_dropped_optimizer_frees_its_memory_at_once(config):
+    """Pinned memory of tens of GiB does not wait for the garbage collector: there is no reference cycle."""
+    model = mlp()
+    gc.collect()
+    gc.disable()
+    try:
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(3):
+            one_step(model, optimizer, number)
+        host = optimizer._engines[torch.device("cpu")]._hosts[0][0]
+        gone = [weakref.ref(one) for one in (optimizer, *host.arenas.values())]
+        del optimizer, host
+        assert [ref() for ref in gone] == [None] * len(gone)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_dropped_optimizer_has_made_its_last_update(seed):
+    """Nobody has to call synchronize() before letting go of it, not even with a parameter that has gaps in memory."""
+
+    def life(settings):
+        model = mlp()
+        model.layers[0].weight = nn.Parameter((torch.randn(48, 96) / 7)[:, ::2])
+        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+        for number in range(4):
+            one_step(model, optimizer, number)
+        del optimizer
+        gc.collect()
+        return model
+
+    expected = life(SMALL)
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        assert_same_weights(expected, life(FORWARD))
 
 
 def test_the_hooks_do_not_keep_the_model_alive():
@@ -353,6 +391,8 @@ def test_multihead_attention(config):
             got = life(config)
         assert_same(*expected[:2], *got[:2])
         assert got[2] == ({"in_proj_weight", "in_proj_bias"} if config.get("overlap_forward") else set())
+        fallbacks = ["waits for 2 of 4 parameters" in text for text in got[1].receipt().fallbacks]
+        assert fallbacks == ([True] if config.get("overlap_forward") else [])
 
 
 class ReadsDirectly(nn.Module):
@@ -420,6 +460,44 @@ def test_a_weight_read_without_its_cue_after_synchronize_is_fine():
     with lazily(0):
         got = life(FORWARD)
     assert_same(*expected, *got)
+
+
+def synchronize(model, optimizer):
+    optimizer.synchronize()
+
+
+def give_up(model, optimizer):
+    optimizer.zero_grad()
+
+
+def skip_step(model, optimizer):
+    model.layers[0].weight.grad.fill_(float("nan"))
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("waited", [synchronize, give_up, skip_step], ids=lambda f: f.__name__)
+def test_a_weight_whose_module_was_skipped_may_be_read_after_the_wait(waited):
+    """A backward without the module has waited for its update; what comes after it reads the new weight."""
+
+    def life(settings):
+        model = mlp()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+        for number in range(2):
+            one_step(model, optimizer, number)
+        model.used = [0, 1]
+        with optimizer.accumulate():
+            model(inputs(2)).pow(2).mean().backward()
+        waited(model, optimizer)
+        (model(inputs(3)) @ model.layers[2].weight).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        return model, optimizer
+
+    expected = life(SMALL)
+    with lazily(0):
+        assert_same(*expected, *life(FORWARD))
 
 
 def test_gradients_assigned_by_hand():
@@ -501,6 +579,37 @@ def test_compiled_before_offload(compiled, backend):
             assert all(torch.equal(got[3][key], value) for key, value in expected[3].items())
             got[1].close()
             assert hooks_of(got[0]) == []
+
+
+def evaluate_original(model):
+    return model._orig_mod(inputs(9))
+
+
+def evaluate_layer(model):
+    return model._orig_mod.layers[1](inputs(9))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("evaluate", [evaluate_original, evaluate_layer], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("config", [FORWARD, BOTH], ids=["overlap_forward", "both"])
+def test_modules_within_a_compiled_region_wait_when_they_are_called_by_themselves(config, evaluate):
+    """Training goes through the compiled model, evaluation through the original or a part of it."""
+
+    def life(settings):
+        model = torch.compile(mlp(), backend="eager")
+        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+        for number in range(3):
+            one_step(model, optimizer, number)
+        left = sum(len(engine.pending) for engine in optimizer._engines.values())
+        with torch.no_grad():
+            return evaluate(model), left
+
+    expected, _ = life(SMALL)
+    for seed in range(2):
+        with lazily(seed):
+            got, left = life(config)
+        assert left
+        assert torch.equal(expected, got)
 
 
 @pytest.mark.usefixtures("fresh_compiler")
@@ -768,6 +877,34 @@ def test_graph_capture_switches_overlap_off(config, caplog):
             optimizer.zero_grad()
     told = [record for record in caplog.records if "graph capture" in record.getMessage()]
     assert len(told) == 1
+    assert "graph was captured" in "".join(optimizer.receipt().fallbacks)
+    reference = mlp()
+    assert_same(reference, plain(reference, 5), model, optimizer)
+
+
+class TimedLanes(CapturedLanes):
+    """During a capture no event may be waited for: reading a time does that."""
+
+    def elapsed_ms(self, start, stop):
+        assert not self.now, "the host waited for an event during a capture"
+        return 1.0
+
+
+def test_nothing_is_measured_during_a_capture():
+    """Warm-up iterations, then a capture, as torch advises: without the model its backward has the first cue."""
+    made = []
+    with use_lanes(lambda device: made.append(TimedLanes(device, seed=0)) or made[-1]):
+        model = mlp()
+        optimizer = offstage.offload(adamw(model.parameters()), **BACKWARD)
+        optimizer._engines[torch.device("cpu")].link_gb_per_s = 10.0
+        for number in range(5):
+            if number == 3:
+                optimizer.synchronize()
+                made[0].now = True
+            model(inputs(number)).pow(2).mean().backward()
+            made[0].now = False
+            optimizer.step()
+            optimizer.zero_grad()
     reference = mlp()
     assert_same(reference, plain(reference, 5), model, optimizer)
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import offstage
+from offstage import host_memory
 from offstage.dropped_gradient import DroppedGradient
 from offstage.errors import OffstageError
+from offstage.lanes import ImmediateLanes, use_lanes
 from tests.contract.support import SMALL, TORCH, adamw, assert_same, assert_same_tree, assert_same_weights, snapshot
 from tests.training import lazily
 
@@ -178,6 +180,114 @@ def test_two_calls_in_one_iteration(seed):
         assert_same_life(expected, got)
 
 
+@pytest.mark.parametrize("scale", [1e6, float("nan")], ids=["too large", "not a number"])
+@pytest.mark.parametrize("zeroed_by", ["optimizer", "model"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_an_iteration_that_the_loop_gives_up_after_clipping(scale, zeroed_by, seed):
+    """Its norm goes with its gradients: the next ones are clipped by their own, and no step was skipped."""
+
+    def live(config):
+        life = Life(config)
+        for number in range(7):
+            life.backward(number, scale if number == 4 else 1.0)
+            life.clip(1e3)
+            if life.norms[-1] <= 1e3:
+                life.optimizer.step()
+            (life.optimizer if zeroed_by == "optimizer" else life.model).zero_grad()
+        return life
+
+    expected = live(SMALL)
+    with lanes(seed):
+        got = live(BOTH)
+        assert_same_life(expected, got)
+    assert (got.receipt.steps, got.receipt.skipped_steps) == (6, 0)
+    assert got.receipt.speculation_hits > 0
+
+
+def more_state(life, saved):
+    life.optimizer.param_groups[0]["amsgrad"] = True
+
+
+def load_state(life, saved):
+    life.optimizer.load_state_dict(saved)
+
+
+def add_group(life, saved):
+    life.model.append(nn.Linear(48, 48, bias=False))
+    weight = life.model[-1].weight
+    with torch.no_grad():
+        weight.copy_(torch.eye(48))
+    weight.grad = torch.ones(48, 48)  # not there at the call, so not clipped
+    life.optimizer.add_param_group({"params": [weight]})
+
+
+@pytest.mark.parametrize("change", [more_state, load_state, add_group], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("seed", [None, 0])
+def test_updates_taken_back_after_clipping_are_made_again_with_clipped_gradients(change, seed):
+    """Whatever makes them be taken back between clip and step(): torch has clipped by then, and only what was there."""
+
+    def live(config):
+        life = Life(config).train([WITHIN] * 3)
+        saved = snapshot(life.optimizer)
+        life.train([WITHIN], first=3)
+        life.backward(4)
+        life.clip(OVER)
+        change(life, saved)
+        life.step()
+        return life.train([WITHIN] * 2, first=5)
+
+    expected = live(SMALL)
+    with lanes(seed):
+        got = live(BOTH)
+        assert_same_life(expected, got)
+    assert got.receipt.speculation_hits > 0
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_float64_norm_just_over_the_bound_clips(seed):
+    """A coefficient of 1 - 1e-9 is not 1, though float32 would say so."""
+
+    def live(config, bounds):
+        life = Life(config, dtype=torch.float64, make=sgd)
+        for number in range(5):
+            life.backward(number)
+            norm = nn.utils.get_total_norm([p.grad for p in life.model.parameters()]) if not bounds[4:] else None
+            bounds += [] if norm is None else [float(norm) * (1 - 1e-9) + 1e-6]
+            life.clip(bounds[number])
+            life.step()
+        return life
+
+    bounds = []
+    expected = live(None, bounds)
+    with lanes(seed):
+        got = live({**TORCH, "update_in_backward": True}, bounds)
+        assert_same_life(expected, got)
+    assert (got.receipt.speculation_hits, got.receipt.speculation_misses) == (0, 4)
+
+
+@pytest.mark.parametrize("mode", ["plain", "update_in_backward"])
+def test_a_float64_norm_that_float32_cannot_hold_is_finite(mode):
+    """No step is skipped for it."""
+
+    def live(config):
+        life = Life(config, dtype=torch.float64, make=sgd)
+        life.by_torch = config is None
+        for _ in range(4):
+            (life.model(torch.ones(1, 48, dtype=torch.float64)).pow(2).mean() * 1e45).backward()
+            life.clip(1.0)
+            life.step()
+        return life
+
+    got = live({**MODES[mode], "rule": "torch"})
+    assert float(got.norms[0]) > 1e39
+    assert_same_life(live(None), got)
+    assert (got.receipt.steps, got.receipt.skipped_steps) == (4, 0)
+
+
 # Non-finite gradients
 
 
@@ -248,6 +358,35 @@ def test_updates_in_backward_begin_although_the_first_iteration_was_skipped():
     assert life.receipt.speculation_hits > 0
 
 
+def test_a_skipped_first_iteration_whose_gradients_the_model_zeroes_does_not_count(caplog):
+    """Otherwise every gradient would seem to come in two parts, and nothing would be updated in backward."""
+    life = Life(BACKWARD)
+    with caplog.at_level(logging.WARNING, logger="offstage"):
+        for number in range(4):
+            life.backward(number, scale=float("nan") if number == 0 else 1.0)
+            life.clip(WITHIN)
+            life.optimizer.step()
+            life.model.zero_grad()
+    assert life.receipt.speculation_hits == 2
+    assert ["changes nothing" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_calls_in_one_iteration_skip_one_step(mode, caplog):
+    """Counted once and said once, whoever finds out."""
+    with caplog.at_level(logging.WARNING, logger="offstage"):
+        life = Life(MODES[mode])
+        life.by_torch = False
+        life.train([WITHIN] * 3)
+        life.backward(3, scale=float("nan"))
+        life.clip(INFINITY)
+        life.clip(1.0)
+        life.step()
+        life.train([WITHIN] * 2, first=4)
+    assert (life.receipt.steps, life.receipt.skipped_steps) == (5, 1)
+    assert len([r for r in caplog.records if "step() changes nothing" in r.getMessage()]) == 1
+
+
 def test_a_skipped_step_is_no_miss():
     """Nothing was clipped, so it says nothing about whether speculation pays."""
     life = Life(BACKWARD).train([WITHIN] * 3)
@@ -313,6 +452,51 @@ def test_without_host_memory_everything_is_done_in_step(pattern, caplog):
     told = [r.getMessage() for r in caplog.records if "second copy of the state" in r.getMessage()]
     assert len(told) == 1
     assert "host_budget" in told[0]
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()], ids=["mmap", "Python"])
+@pytest.mark.parametrize("arenas", [0, 1])
+def test_a_second_set_that_cannot_be_allocated_loses_nothing(error, arenas, monkeypatch):
+    """The step was complete by then. None of a part of it is kept, and the receipt says what is missing."""
+    got = Life(BACKWARD)
+    got.backward(0)
+    got.clip(WITHIN)
+    made, allocate = [], host_memory._map_exact
+
+    def fail(nbytes):
+        if len(made) == arenas:
+            raise error
+        made.append(nbytes)
+        return allocate(nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host_memory, "_map_exact", fail)
+        got.step()
+    assert len(made) == arenas
+    got.train([WITHIN, OVER, WITHIN], first=1)
+    assert_same_life(Life(SMALL).train([WITHIN, WITHIN, OVER, WITHIN]), got)
+    receipt = got.receipt
+    assert receipt.host_state_bytes == Life(SMALL).receipt.host_state_bytes
+    assert (receipt.speculation_hits, receipt.speculation_misses) == (0, 0)
+    assert any("second copy of the state" in text for text in receipt.fallbacks)
+
+
+def test_the_receipt_says_what_clipping_prevents():
+    """Without host memory, and while it is turned off; not before, and not any more when it is on again."""
+    budget = Life(SMALL).receipt.host_state_bytes
+    life = Life({**BACKWARD, "host_budget": budget})
+    assert life.receipt.fallbacks == ()
+    life.train([WITHIN] * 2)
+    assert ["second copy of the state" in text for text in life.receipt.fallbacks] == [True]
+    assert life.receipt.fallbacks[0] in str(life.receipt)
+
+    life = Life(BACKWARD).train([WITHIN] * 2)
+    assert life.receipt.fallbacks == ()
+    life.train([OVER] * 16, first=2)
+    assert ["clipping is active too often" in text for text in life.receipt.fallbacks] == [True]
+    assert life.receipt.fallbacks[0] in str(life.receipt)
+    life.train([WITHIN] * 8, first=18)
+    assert life.receipt.fallbacks == ()
 
 
 def test_a_budget_for_two_sets_is_enough():
@@ -470,6 +654,97 @@ def test_prefetch_in_an_armed_loop(when, pattern, seed):
     expected = live(SMALL)
     with lanes(seed):
         assert_same_life(expected, live({**BOTH, "window": "all"}))
+
+
+# Failing, and memory
+
+
+class Lending(ImmediateLanes):
+    """Lanes that know which device memory they have lent, and can run out of it."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.lent = []
+        self.until_failure = None
+
+    def empty(self, nbytes):
+        if self.until_failure is not None:
+            self.until_failure -= 1
+            if self.until_failure < 0:
+                raise torch.OutOfMemoryError(f"no room for {nbytes}")
+        self.lent.append(super().empty(nbytes))
+        return self.lent[-1]
+
+    def drop(self, tensor):
+        self.lent = [one for one in self.lent if one.data_ptr() != tensor.data_ptr()]
+
+    def release(self, tensor, after, reason):
+        self.drop(tensor)
+
+
+def lending(config, **options):
+    """A life whose lanes count, and those lanes."""
+    made = []
+    with use_lanes(lambda device: made.append(Lending(device)) or made[-1]):
+        life = Life(config, **options)
+    return life, made[0]
+
+
+def num_slots(life):
+    return len(life.optimizer._engines[torch.device("cpu")]._pipeline._slots)
+
+
+@contextlib.contextmanager
+def out_of_memory(life, lanes, where):
+    """The third allocation for old weights fails, or the third call of the rule."""
+    if where == "old weights":
+        lanes.until_failure = 2
+        yield
+        lanes.until_failure = None
+        return
+    rule, calls = life.optimizer.rule, []
+    inner = getattr(rule, where)
+
+    def fail(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError(where)
+        return inner(*args)
+
+    setattr(rule, where, fail)
+    yield
+    delattr(rule, where)
+
+
+@pytest.mark.parametrize("where", ["old weights", "begin", "update"])
+@pytest.mark.parametrize("masters", ["split", "fp32"])
+@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+def test_out_of_memory_in_backward_is_recovered_from_with_zero_grad(where, masters, config):
+    """As everywhere: except, zero_grad(), the next batch. Nothing of the failed backward stays, nor its memory."""
+    options = {"dtype": torch.bfloat16}
+    expected = Life({**SMALL, "master_weights": masters}, **options).train([WITHIN] * 7)
+    got, lanes = lending({**config, "master_weights": masters}, **options)
+    got.train([WITHIN] * 4)
+    with out_of_memory(got, lanes, where), pytest.raises(torch.OutOfMemoryError):
+        got.backward(99)
+    got.optimizer.zero_grad()
+    got.train([WITHIN] * 3, first=4)
+    assert_same_life(expected, got)
+    assert got.receipt.weights_written_by_others == 0
+    assert got.receipt.speculation_hits == 6
+    assert len(lanes.lent) == num_slots(got)
+
+
+def test_old_weights_that_move_to_the_host_give_their_device_memory_back():
+    """Layers that join later push others to the host, while an update with old weights on the device is pending."""
+    life, lanes = lending(BOTH)
+    everything, some = life.model, life.model[:3]
+    for number in range(9):
+        life.model = everything if number > 5 else some
+        life.train([WITHIN], first=number)
+    life.settled()
+    assert life.optimizer._engines[torch.device("cpu")]._kept_on_host
+    assert len(lanes.lent) == num_slots(life)
 
 
 # Masters

@@ -280,6 +280,46 @@ def test_a_changed_hyperparameter_with_clipping_is_no_loss(clip, seed):
     assert_same(*expected, *got)
 
 
+def test_bookkeeping_in_a_group_is_nobodys_hyperparameter():
+    """Entries that the optimizer's class does not know may change at any time, and need not even be comparable."""
+    model, optimizer = trained(BACKWARD)
+    group = optimizer.param_groups[0]
+    group["seen"], group["curve"] = 0, [torch.zeros(3), torch.ones(3)]
+    for number in range(3, 6):
+        loss_of(model, number).backward()
+        assert isinstance(model[-1].weight.grad, DroppedGradient)
+        group["seen"] += 1
+        group["curve"] = [torch.full((3,), float(number)), torch.ones(3)]
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = trained(SMALL, 6)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_group_with_a_gradient_added_between_backward_and_step(clip, seed):
+    """What a parameter found in this backward takes part in the step after it."""
+
+    def life(config):
+        model, optimizer = trained(config, clip=clip)
+        more = nn.Parameter(torch.zeros(48))
+        for number in range(3, 6):
+            (loss_of(model, number) + more.sin().sum()).backward()
+            if number == 3:
+                optimizer.add_param_group({"params": [more]})
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return nn.ParameterList([*model.parameters(), more]), optimizer
+
+    expected = life(SMALL)
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        assert_same(*expected, *life(BOTH))
+
+
 def test_groups_changed_between_backward_and_step():
     """A group added in between leaves the step lost, or whole."""
     model, optimizer = between()
@@ -398,6 +438,58 @@ def test_closing_between_backward_and_step(clip):
     assert all(torch.isfinite(param).all() for param in model.parameters())
 
 
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "clipping"])
+def test_after_closing_between_backward_and_step(clip):
+    """Half a step says so, a speculative one is taken back; another optimizer finds no dropped gradients."""
+    model, optimizer = trained(BACKWARD, clip=clip)
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, 3).backward()
+    optimizer.close()
+    assert not any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    if clip is None:
+        for action in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(StepLostError, match="closed between backward and step"):
+                action()
+    else:
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(before)
+    model.zero_grad()
+    other = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    iterate(model, other, range(3))
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward", "after clipping"])
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_gradient_set_by_hand_for_a_frozen_parameter(when, clip, seed):
+    """It shares its chunk with parameters that backward updates: it is updated all the same, and counted."""
+
+    def life(config):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        model[1].requires_grad_(False)
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(6):
+            if when == "before backward":
+                model[1].weight.grad = torch.ones(8, 8)
+            model(torch.randn(5, 8, generator=torch.Generator().manual_seed(number))).pow(2).mean().backward()
+            if when == "after backward":
+                model[1].weight.grad = torch.ones(8, 8)
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            if when == "after clipping":
+                model[1].weight.grad = torch.ones(8, 8)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return model, optimizer
+
+    expected = life(SMALL)
+    assert float(expected[1].state[expected[0][1].weight]["step"]) == 6
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        assert_same(*expected, *life(BACKWARD))
+
+
 def test_a_gradient_set_by_hand_after_its_update_raises():
     """It would be a second update of the same parameter in one step, or be ignored."""
     model, optimizer = between()
@@ -495,6 +587,82 @@ def test_parameters_that_fire_several_times_wait_for_step():
         with lazily(seed):
             got = life(BACKWARD, look)
         assert_same(*expected, *got)
+
+
+def test_parameters_that_once_fired_several_times_wait_for_ever():
+    """Also where that was not in the first iteration: a layer that joins later, and fires twice now and then."""
+
+    def life(config):
+        model = make_model()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number, fires in enumerate((0, 2, 1, 2, 1, 2)):
+            x = torch.randn(5, 48, generator=torch.Generator().manual_seed(number))
+            losses = [(model if fires else model[:-1])(x).pow(2).mean()]
+            if fires == 2:
+                losses.append(model[-1](x).pow(2).mean())
+            for loss in losses:
+                loss.backward()
+            assert not isinstance(model[-1].weight.grad, DroppedGradient)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    assert_same(*life(SMALL), *life(BACKWARD))
+
+
+class Target(nn.Module):
+    """One layer is used with gradient outside a checkpointed part and, while `inside`, without one inside."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.use_reentrant, self.inside = use_reentrant, True
+        self.first, self.layer = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def part(self, x):
+        with torch.no_grad():
+            target = torch.tanh(self.layer(x)) if self.inside else x.tanh()
+        return self.first(x) * target
+
+    def forward(self, x):
+        return self.layer(checkpoint(self.part, x, use_reentrant=self.use_reentrant))
+
+    def train_once(self, optimizer, number, clip):
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(number), requires_grad=True)
+        self(x).pow(2).mean().backward()
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "hits"])
+def test_checkpointing_that_reads_a_weight_again_after_its_gradient(use_reentrant, clip):
+    """The second forward reads what the first one read: the update waits for step()."""
+
+    def life(config):
+        model = Target(use_reentrant)
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(5):
+            model.train_once(optimizer, number, clip)
+        return model, optimizer
+
+    assert_same(*life(SMALL), *life(BACKWARD))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "hits"])
+def test_checkpointing_that_begins_to_read_an_updated_weight_raises(use_reentrant, clip):
+    """Where that is not so from the first iteration on, the update has been made: names the module and what to do."""
+    model = Target(use_reentrant)
+    optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    model.inside = False
+    for number in range(3):
+        model.train_once(optimizer, number, clip)
+    model.inside = True
+    with pytest.raises(OffstageError, match=r"'layer' again.*update_in_backward=False"):
+        model.train_once(optimizer, 3, clip)
 
 
 def test_micro_batches_without_accumulate_in_the_first_iteration():
@@ -650,6 +818,58 @@ def test_an_exception_in_backward_loses_the_step(seed):
         iterate(model, optimizer, range(3, 6))
         optimizer.synchronize()
     assert_same(*trained(SMALL, 6), model, optimizer)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_checkpoint_is_loaded_in_any_order_after_a_failed_backward(first, seed):
+    """Into the model first, too: it is what the message advises."""
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        model, optimizer = trained(BACKWARD)
+        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        fail_in_backward(model, 3)
+        if first == "model":
+            model.load_state_dict(weights)
+            with pytest.raises(StepLostError):
+                optimizer.step()
+        optimizer.load_state_dict(saved)
+        if first == "optimizer":
+            model.load_state_dict(weights)
+        optimizer.zero_grad()
+        iterate(model, optimizer, range(3, 6))
+        optimizer.synchronize()
+    assert_same(*trained(SMALL, 6), model, optimizer)
+
+
+@pytest.mark.parametrize("where", ["take", "begin"])
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "clipping"])
+def test_a_backward_that_fails_before_its_first_update_costs_nothing(where, clip):
+    """Nothing was changed: zero_grad(), and the next iteration is a good one. No gradient of the failed one is used."""
+
+    def life(config, fails):
+        model, optimizer = trained(config, clip=clip)
+        if fails:
+            engine, rule = optimizer._engines[torch.device("cpu")], optimizer.rule
+            owner, name = (engine, "prepare") if where == "take" else (rule, "begin")
+
+            def fail(*args):
+                raise torch.OutOfMemoryError(where)
+
+            setattr(owner, name, fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss_of(model, 99).backward()
+            delattr(owner, name)
+            assert not optimizer._overlap.updated
+            optimizer.zero_grad()
+        for number in range(3, 6):
+            loss_of(model[:-1] if number == 3 else model, number).backward()
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    assert_same(*life(SMALL, False), *life(BACKWARD, True))
 
 
 @pytest.mark.parametrize("clip", [1e4, 1e-6], ids=["hits", "misses"])

@@ -128,6 +128,7 @@ class Metered(ImmediateLanes):
         self.allocated = 0
         self.peak = 0
         self.limit = limit
+        self.refused = 0
 
     def use(self, nbytes):
         self.allocated += nbytes
@@ -135,6 +136,7 @@ class Metered(ImmediateLanes):
 
     def empty(self, nbytes):
         if self.limit is not None and self.allocated + nbytes > self.limit:
+            self.refused += 1
             raise torch.OutOfMemoryError(f"no room for {nbytes}")
         self.use(nbytes)
         return super().empty(nbytes)
@@ -232,6 +234,31 @@ def test_out_of_memory_while_it_opens_is_a_warning(window, caplog):
     assert "2 window slots of 16.0 KiB" in told[0]
     assert "chunks are fetched later" in told[0]
     assert run.lanes.peak <= 5 * SLOT
+
+
+@pytest.mark.parametrize("window", ["all", 6 * SLOT])
+def test_out_of_memory_while_it_opens_is_found_out_once(window):
+    """A failing allocation empties the allocator's cache and waits for the device: none in later iterations."""
+    run = Metering(0, limit=5 * SLOT, window=window).train(range(6))
+    assert run.lanes.refused == 1
+    loss_of(run.model, 6).backward()
+    assert pipeline_of(run.optimizer).window_slots == 2  # what there is memory for is still used
+    fallbacks = run.optimizer.receipt().fallbacks
+    assert ["2 window slots of 16.0 KiB" in text for text in fallbacks] == [True]
+    assert fallbacks[0] in str(run.optimizer.receipt())
+
+
+# Without a window
+
+
+def test_without_a_window_no_cue_looks_for_chunks():
+    """It would be work for every chunk in every cue, and nothing could be fetched anyway."""
+    model, optimizer = offloaded(overlap_forward=True)
+    engine = optimizer._engines[CPU]
+    ahead = engine._ahead
+    iterate(model, optimizer, range(3))
+    assert engine._ahead is ahead
+    assert engine.pending
 
 
 # By hand

@@ -2,7 +2,8 @@
 """`Early`: which parameters are updated in backward, as learned from the training loop. Used by `overlap.py`.
 
 A gradient's finality cannot be known from its hook alone, so the first iteration is plain and counts how often each
-parameter's hook fires: those that fire once may be early. What of these the link cannot move during backward is better
+parameter's hook fires: those that fire once, and whose forward checkpointing does not run again afterwards, may be
+early. What of these the link cannot move during backward is better
 left to `step()`: the parameters that forward needs first get their gradients last, and left to `step()` they go in the
 order in which forward needs them, instead of queueing up behind the others. How much that is, a backward is measured
 for.
@@ -11,7 +12,7 @@ for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -45,7 +46,8 @@ class Early:
         """Bytes of gradients that may wait for their updates."""
         self._config, self._speculation = config, speculation
         self._once: frozenset[torch.Tensor] = frozenset()
-        self._several: frozenset[torch.Tensor] = frozenset()
+        self._never: frozenset[torch.Tensor] = frozenset()
+        """Parameters that are always left to `step()`."""
         self._left: Mapping[Engine, float] = {}
         self._rounds = 0
         self._measured = False
@@ -54,17 +56,13 @@ class Early:
     def learn(self, fired: Mapping[torch.Tensor, int], engines: Sequence[Engine], *, with_updates: bool) -> None:
         """An iteration is over, in which hooks have `fired` so often."""
         self._rounds += with_updates
-        once = {param for param, times in fired.items() if times == 1}
+        before, once = self._once, {param for param, times in fired.items() if times == 1}
         if once:  # otherwise a whole backward was run again, and nothing is learned from that
-            self._several |= fired.keys() - once
-            once -= self._several
-            self._once -= self._several
-        if not self._once and once:
+            self._never |= fired.keys() - once
+            self._once = (self._once | once) - self._never
+        if not before:
             self._left = dict.fromkeys(engines, _LEFT_TO_STEP)
-            if self._several:
-                logger.info("%d parameters get their gradient in parts and wait for step()", len(self._several))
-        if not once <= self._once:  # the first time, and when parameters join: experts, layers no longer frozen
-            self._once |= once
+        if self._once != before:  # the first time, and when parameters join: experts, layers no longer frozen
             self._choose(engines)
         if fired and not self._once and not self._warned:
             self._warned = True
@@ -73,6 +71,10 @@ class Early:
                 "step(). Put the backward of every micro-batch but the last under optimizer.accumulate(); with "
                 "pipeline schedules use overlap_forward instead."
             )
+
+    def exclude(self, params: Iterable[torch.Tensor]) -> None:
+        """Their forward is run again after their gradients are there: an update in between would be seen by it."""
+        self._never |= frozenset(params)
 
     def measure(self, engines: Sequence[Engine]) -> None:
         """A backward begins: what did the link have time for in the one before? Looks once."""
@@ -96,7 +98,13 @@ class Early:
                 self._keep_on_host(engines, engine, [held for held in last if held not in left])
         self.params = self._once - {held.param for held in left}
         self.most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
-        logger.info("update_in_backward: %d parameters in backward, %d in step()", len(self.params), len(left))
+        logger.info(
+            "update_in_backward: %d parameters in backward; in step(): %d that the link has no time for, %d whose "
+            "gradients come in parts or whose forward is run again",
+            len(self.params),
+            len(left),
+            len(self._never),
+        )
 
     def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
         budget = self._config.host_budget

@@ -210,6 +210,8 @@ class Engine:
             self._take(lanes, self._round, turns, keep=self._round.to_spare and not decided)
         except BaseException:
             for turn in turns:
+                if (lent := self._round.lent.get(_held(turn))) is not None:
+                    lanes.drop(lent)
                 self._round.forget(_held(turn))
             self._round = self._round if self._round.ready else None
             raise
@@ -319,11 +321,13 @@ class Engine:
         round, pipeline = self._round, self._pipeline
         assert round is not None
         assert pipeline is not None
-        here = [piece for piece in chunk.pieces if (chunk, piece) not in round.done]
-        ready = [piece for piece in here if members[piece.index] in round.ready]
-        if not ready and not (here and round.to_spare):
+        left = [piece for piece in chunk.pieces if (chunk, piece) not in round.done]
+        ready = [piece for piece in left if members[piece.index] in round.ready]
+        carried = [piece for piece in left if piece not in ready and (chunk, piece) not in round.carried]
+        moving = sorted([*ready, *carried], key=chunk.pieces.index) if round.to_spare else ready
+        if not moving:
             return
-        trip = Trip(host, chunk, here if round.to_spare else ready, round.to_spare)
+        trip = Trip(host, chunk, moving, round.to_spare)
         round.travelling = True
         if not pipeline.take_staged(trip):
             pipeline.fetch(trip)
@@ -341,7 +345,8 @@ class Engine:
         )
         pipeline.store(trip)
         round.travelling = False
-        round.done.update((chunk, piece) for piece in trip.pieces)
+        round.done.update((chunk, piece) for piece in ready)
+        round.carried.update((chunk, piece) for piece in moving if piece not in ready)
         self._last_update = trip.updated
         for turn in turns:
             round.left[_held(turn)] -= 1
@@ -379,16 +384,9 @@ class Engine:
         if pipeline is None or pipeline.room_ahead <= 0 or self._round is not None:  # an open round fetches for itself
             return
         if not pipeline.staged:
-            self._ahead = ((host, *x) for host, members in self._hosts for x in self._expected(host, members))
+            self._ahead = _expected(self._hosts, self._last_ready)
         while pipeline.room_ahead > 0 and (found := next(self._ahead, None)) is not None:
             pipeline.fetch_ahead(Trip(*found))
-
-    def _expected(self, host: HostState, members: list[HeldState]) -> Iterator[tuple[Chunk, list[Piece]]]:
-        """What the next step will probably update: what had no gradient the last time is not fetched."""
-        for chunk in host.layout.chunks:
-            pieces = [piece for piece in chunk.pieces if members[piece.index] in self._last_ready]
-            if pieces:
-                yield chunk, pieces
 
     def discard_staged(self) -> None:
         """What was fetched ahead is not needed, or no longer the newest."""
@@ -563,6 +561,17 @@ def _begin(rule: Rule, device: torch.device, round: Round, turns: Sequence[Turn]
         if _held(turn) in round.kept:
             round.kept[_held(turn)].copy_(turn.weight, non_blocking=True)
             rule.remember(device, turn)
+
+
+def _expected(
+    hosts: Sequence[tuple[HostState, list[HeldState]]], last: Collection[HeldState]
+) -> Iterator[tuple[HostState, Chunk, list[Piece]]]:
+    """What the next step will probably update: what had no gradient the last time is not fetched."""
+    for host, members in hosts:
+        for chunk in host.layout.chunks:
+            pieces = [piece for piece in chunk.pieces if members[piece.index] in last]
+            if pieces:
+                yield host, chunk, pieces
 
 
 def _drain(lanes: Lanes, owner: int) -> None:

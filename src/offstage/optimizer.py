@@ -182,9 +182,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "clip_grad_norm_() was called for the first time after updates in backward had been made without it. "
                 "Expected it in every iteration from the first on, so that update_in_backward can keep the old weights."
             )
-        if self._norm is not None and self.speculation.active:  # a second call: the first may have to clip
-            self._norm_allows()
-        params = self._with_gradient()
+        if self._norm is not None:  # a second call: the first may have to clip
+            self._follow_norm(self._norm)
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         early = self._overlap.gradients if self._overlap is not None else {}
         gradients = [gradient for p in params if (gradient := early.get(p, p.grad)) is not None]
         device = gradients[0].device if gradients else None
@@ -192,9 +192,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._seen is None:
             pin = device is not None and device.type != "cpu"
             self._seen = torch.zeros(2, dtype=torch.float64, pin_memory=pin)
-        self._norm = Norm(gradients, max_norm, norm_type, seen=self._seen, lanes=lanes)
+        self._norm = Norm(params, gradients, max_norm, norm_type, seen=self._seen, lanes=lanes)
         if not self.speculation.active:
-            self._norm.clip(params)
+            self._norm.clip()
         return self._norm.total
 
     def prefetch(self) -> None:
@@ -364,12 +364,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Whether the step may be made. A speculative one whose gradients must be clipped is taken back first."""
         norm = self._norm
         assert norm is not None
-        norm.wait()
-        if norm.finite and (norm.within or not self.speculation.active):
-            return True
-        if self.speculation.active:
-            self.speculation.misses += norm.finite
-            self._take_back()
+        self._follow_norm(norm)
         if norm.finite:
             return True
         self.skipped_steps += 1
@@ -378,6 +373,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._overlap.start_again()
         logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
         return False
+
+    def _follow_norm(self, norm: Norm) -> None:
+        """Wait for the norm; speculative updates stay only if it changes no gradient."""
+        norm.wait()
+        if self.speculation.active and not (norm.finite and norm.within):
+            self.speculation.misses += norm.finite
+            self._take_back()
 
     def restart_round(self, reason: str) -> None:
         """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
@@ -411,10 +413,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 engine.revert()
             self._overlap.give_gradients_back()
             if self._norm is not None:
-                self._norm.clip(self._with_gradient())
-
-    def _with_gradient(self) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+                self._norm.clip()
 
     # State
 

@@ -215,16 +215,15 @@ class Overlap:
 
     def _refuse_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """Between backward and step() some weights are new and some are old."""
-        if not self.updated:
-            return
         if torch._C._current_graph_task_id() != -1:  # inside backward, where checkpointing runs forwards again
             if any(param in self.updated for param in params):
                 raise OffstageError(
-                    f"Checkpointing ran the forward of {module!r} again after update_in_backward=True had updated it. "
-                    "Expected every use in a checkpointed part to have a gradient; found one that has none. Use "
-                    "update_in_backward=False, or keep that use out of the checkpointed part."
+                    f"Checkpointing ran the forward of {module!r} again after update_in_backward=True had updated it, "
+                    "which did not happen in the first iteration. Expected the same order of forwards and gradients in "
+                    "every backward. Use update_in_backward=False, or keep that module out of the checkpointed part."
                 )
-        else:
+            self.early.exclude(param for param in params if param in self._fired)
+        elif self.updated:
             if (changed := self.what_changed()) is not None:
                 self._optimizer.restart_round(changed)
                 return

@@ -39,7 +39,9 @@ class Round:
     left: dict[HeldState, int] = field(default_factory=dict)
     """Chunks that have still to be updated."""
     done: set[tuple[Chunk, Piece]] = field(default_factory=set)
-    """Pieces that have made their trip."""
+    """Pieces that have been updated."""
+    carried: set[tuple[Chunk, Piece]] = field(default_factory=set)
+    """Speculative: pieces that have only been moved to the spare set, with the others of their chunk."""
     travelling: bool = False
     """A trip has begun and is not given to the lanes as a whole: still so after a failure in the middle of one."""
     places: dict[HeldState, Place] = field(default_factory=dict)

@@ -37,6 +37,7 @@ class Norm:
 
     def __init__(
         self,
+        params: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
         max_norm: float,
         norm_type: float,
@@ -45,6 +46,7 @@ class Norm:
         lanes: Lanes | None,
     ) -> None:
         """`seen` is where the host looks: two numbers, pinned where there is an accelerator."""
+        self._params = params
         self.total = get_total_norm(gradients, norm_type)
         self.max_norm = float(max_norm)
         # Written as in torch.nn.utils.clip_grads_with_norm_, so that "nothing is clipped" means the same.
@@ -58,10 +60,10 @@ class Norm:
             lanes.touch(writes=[self._seen])
             self._arrived = lanes.mark()
 
-    def clip(self, params: Sequence[torch.Tensor]) -> None:
-        """Scale the gradients of `params` as torch does, once."""
+    def clip(self) -> None:
+        """Scale the gradients that the norm is of as torch does, once."""
         if not self._applied:
-            clip_grads_with_norm_(params, self.max_norm, self.total)
+            clip_grads_with_norm_(self._params, self.max_norm, self.total)
             self._applied = True
 
     def wait(self) -> None:

@@ -128,9 +128,9 @@ class Forgetful(CheckedLanes):
         kept = {reason: mark for reason, mark in after.items() if reason != self._forgotten}
         return super().submit(lane, work, after=kept, **buffers)
 
-    def wait(self, mark: Any, reason: str, also: Any = None) -> None:
+    def wait(self, mark: Any, reason: str) -> None:
         if reason != self._forgotten:
-            super().wait(mark, reason, also)
+            super().wait(mark, reason)
 
     def wait_on_host(self, mark: Any, reason: str) -> None:
         if reason != self._forgotten:
