@@ -221,7 +221,11 @@ def add_group(life, saved):
     life.optimizer.add_param_group({"params": [weight]})
 
 
-@pytest.mark.parametrize("change", [more_state, load_state, add_group], ids=lambda f: f.__name__)
+def replace_gradient(life, saved):
+    life.model[3].weight.grad = torch.ones(48, 48)  # another one than was clipped
+
+
+@pytest.mark.parametrize("change", [more_state, load_state, add_group, replace_gradient], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("seed", [None, 0])
 def test_updates_taken_back_after_clipping_are_made_again_with_clipped_gradients(change, seed):
     """Whatever makes them be taken back between clip and step(): torch has clipped by then, and only what was there."""

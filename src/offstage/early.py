@@ -51,7 +51,8 @@ class Early:
         self._left: Mapping[Engine, float] = {}
         self._rounds = 0
         self._measured = False
-        self._warned = False
+        self.fallbacks: dict[str, str] = {}
+        """What is not as it was asked for."""
 
     def learn(self, fired: Mapping[torch.Tensor, int], engines: Sequence[Engine], *, with_updates: bool) -> None:
         """An iteration is over, in which hooks have `fired` so often."""
@@ -64,13 +65,15 @@ class Early:
             self._left = dict.fromkeys(engines, _LEFT_TO_STEP)
         if self._once != before:  # the first time, and when parameters join: experts, layers no longer frozen
             self._choose(engines)
-        if fired and not self._once and not self._warned:
-            self._warned = True
-            logger.warning(
+        if fired and not self._once and "no effect" not in self.fallbacks:
+            self._fall_back(
+                "no effect",
                 "update_in_backward has no effect yet: every gradient came in several parts, so all updates wait for "
                 "step(). Put the backward of every micro-batch but the last under optimizer.accumulate(); with "
-                "pipeline schedules use overlap_forward instead."
+                "pipeline schedules use overlap_forward instead.",
             )
+        elif self._once:
+            self.fallbacks.pop("no effect", None)
 
     def exclude(self, params: Iterable[torch.Tensor]) -> None:
         """Their forward is run again after their gradients are there: an update in between would be seen by it."""
@@ -114,7 +117,11 @@ class Early:
             check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
             engine.keep_on_host(new)
         except (HostMemoryError, MemoryError, OSError) as error:
-            logger.info("old weights of speculative updates are all kept on the device: %s", error)
+            self._fall_back("kept", f"old weights of speculative updates are all kept on the device: {error}")
+
+    def _fall_back(self, key: str, text: str) -> None:
+        self.fallbacks[key] = text
+        logger.warning(text)
 
 
 def _first(states: Sequence[HeldState], share: float) -> list[HeldState]:

@@ -182,7 +182,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "clip_grad_norm_() was called for the first time after updates in backward had been made without it. "
                 "Expected it in every iteration from the first on, so that update_in_backward can keep the old weights."
             )
-        if self._norm is not None:  # a second call: the first may have to clip
+        if self._norm is not None and self.speculation.active:  # a second call: the first may have to clip
             self._follow_norm(self._norm)
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         early = self._overlap.gradients if self._overlap is not None else {}

@@ -104,7 +104,11 @@ class Overlap:
     def fallbacks(self) -> list[str]:
         """What does not happen as it was asked for."""
         off = "a graph was captured: step() does everything" if self._off else None
-        return [text for text in (off, self._blind) if text is not None]
+        return [
+            *(text for text in (off, self._blind) if text is not None),
+            *self.early.fallbacks.values(),
+            *self._window.fallbacks,
+        ]
 
     def bind(self) -> None:
         """Hook parameters that are new, or no longer frozen."""

@@ -46,7 +46,7 @@ class Norm:
         lanes: Lanes | None,
     ) -> None:
         """`seen` is where the host looks: two numbers, pinned where there is an accelerator."""
-        self._params = params
+        self._of = list(zip(params, gradients, strict=True))
         self.total = get_total_norm(gradients, norm_type)
         self.max_norm = float(max_norm)
         # Written as in torch.nn.utils.clip_grads_with_norm_, so that "nothing is clipped" means the same.
@@ -63,7 +63,9 @@ class Norm:
     def clip(self) -> None:
         """Scale the gradients that the norm is of as torch does, once."""
         if not self._applied:
-            clip_grads_with_norm_(self._params, self.max_norm, self.total)
+            # Not what someone has put in place of a gradient since.
+            there = [param for param, gradient in self._of if param.grad is gradient]
+            clip_grads_with_norm_(there, self.max_norm, self.total)
             self._applied = True
 
     def wait(self) -> None:

@@ -32,6 +32,8 @@ class Window:
         self._room: dict[Engine, int] = {}
         """`"auto"`: slots that fit under `device_peak`."""
         self._peak: dict[Engine, int] = {}
+        self.fallbacks: list[str] = []
+        """What is not as it was asked for."""
 
     def slots(self, engine: Engine) -> int:
         """The largest number of window slots."""
@@ -50,9 +52,13 @@ class Window:
             return
         if engine not in self._room:
             self._room[engine] = max(0, budget - peak) // slot
-            level = logging.INFO if self._room[engine] else logging.WARNING
-            found = (format_size(self._room[engine] * slot), format_size(budget), format_size(peak))
-            logger.log(level, "window='auto': %s, what device_peak=%s leaves above a peak of %s", *found)
+            text = (
+                f"window='auto': {format_size(self._room[engine] * slot)} on {engine.device}, what device_peak="
+                f"{format_size(budget)} leaves above a peak of {format_size(peak)}"
+            )
+            if not self._room[engine]:
+                self.fallbacks.append(text)
+            logger.log(logging.INFO if self._room[engine] else logging.WARNING, text)
         elif peak > max(budget, self._peak[engine]):  # activations have grown
             self._room[engine] = max(0, self._room[engine] - -(-(peak - budget) // slot))
             engine.narrow(self._room[engine])
