@@ -127,7 +127,7 @@ def test_a_dropped_optimizer_frees_its_memory_at_once(config):
         optimizer = offstage.offload(adamw(model.parameters()), model, **config)
         for number in range(3):
             one_step(model, optimizer, number)
-        host = optimizer._engines[torch.device("cpu")]._hosts[0][0]
+        host = optimizer._engines[torch.device("cpu")].host_side.states[0][0]
         gone = [weakref.ref(one) for one in (optimizer, *host.arenas.values())]
         del optimizer, host
         assert [ref() for ref in gone] == [None] * len(gone)

@@ -747,7 +747,7 @@ def test_old_weights_that_move_to_the_host_give_their_device_memory_back():
         life.model = everything if number > 5 else some
         life.train([WITHIN], first=number)
     life.settled()
-    assert life.optimizer._engines[torch.device("cpu")]._kept_on_host
+    assert life.optimizer._engines[torch.device("cpu")].host_side.kept
     assert len(lanes.lent) == num_slots(life)
 
 

@@ -271,7 +271,7 @@ def link_measured():
     pipeline = engine._pipeline
     pipeline.prepare()
     pipeline.lanes.elapsed_ms = lambda start, stop: 1.0
-    host, _ = engine._hosts[0]
+    host, _ = engine.host_side.states[0]
     pipeline.measure_link([Trip(host, chunk, chunk.pieces) for chunk in host.layout.chunks[:2]])
     iterate(model, optimizer, range(2))
     return model_result(model, optimizer)

@@ -85,7 +85,7 @@ class Early:
             return
         left = {}
         for engine in engines:
-            total = sum(held.nbytes for held in engine.streamed(self._once))
+            total = sum(held.nbytes for held in engine.host_side.streamed(self._once))
             if total and engine.link_gb_per_s and engine.timer is not None:
                 left[engine] = 1 - engine.link_gb_per_s * 1e6 * engine.timer.backward_ms() / total
         self._left, self._measured = left, True
@@ -94,7 +94,7 @@ class Early:
     def _choose(self, engines: Sequence[Engine]) -> None:
         left: set[HeldState] = set()
         for engine in engines:
-            streamed = engine.streamed(self._once)
+            streamed = engine.host_side.streamed(self._once)
             left |= set(_first(streamed, self._left.get(engine, 0.0)))
             if self._speculation.possible:
                 last = _first(streamed, _NOT_KEPT_ON_DEVICE)
@@ -111,11 +111,11 @@ class Early:
 
     def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
         budget = self._config.host_budget
-        new = [held for held in states if not engine.keeps_on_host(held)]
-        need, used = sum(held.param.nbytes for held in new), sum(one.host_bytes for one in engines)
+        new = [held for held in states if held not in engine.host_side.kept]
+        need, used = sum(held.param.nbytes for held in new), sum(one.host_side.nbytes for one in engines)
         try:
             check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
-            engine.keep_on_host(new)
+            engine.host_side.keep(new)
         except (HostMemoryError, MemoryError, OSError) as error:
             self._fall_back("kept", f"old weights of speculative updates are all kept on the device: {error}")
 

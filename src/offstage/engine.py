@@ -12,11 +12,12 @@ its update (`settle`), at the end of `step()` or as late as in the next forward.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -25,9 +26,9 @@ from offstage.errors import OffstageError
 from offstage.flat import copy_back
 from offstage.foreign_watch import ForeignWatch
 from offstage.held_state import HeldState
-from offstage.host_memory import Arena
+from offstage.host_side import HostSide
 from offstage.lanes import Lane, Lanes, Mark, lanes_for, on_device
-from offstage.layout import Chunk, Layout, Piece, make_layout
+from offstage.layout import Chunk, Piece
 from offstage.pipeline import HostState, Pipeline, Trip
 from offstage.plan import Placement
 from offstage.receipt import StepTimer
@@ -42,10 +43,6 @@ _kept_in_child: list[Engine] = []
 # A forked child (a DataLoader worker) must not destroy events and streams of its parent's accelerator: torch aborts the
 # process that tries. So the child never lets go of an engine, whatever it drops.
 os.register_at_fork(after_in_child=lambda: _kept_in_child.extend(_alive))
-
-
-_Member = tuple[HostState, list[HeldState], Chunk]
-"""A chunk, and whose state it is."""
 
 
 class Engine:
@@ -64,14 +61,12 @@ class Engine:
         self._config = config
         self._lanes: Lanes | None = None
         self._pipeline: Pipeline | None = None
-        self._hosts: list[tuple[HostState, list[HeldState]]] = []
-        self._chunks_of: dict[HeldState, list[_Member]] = {}
+        self.host_side = HostSide(device, rule, config)
         self._round: Round | None = None
         self.pending: dict[HeldState, Pending] = {}
         self._order = 0
         self._last_update: Mark = None
         self._last_ready: set[HeldState] = set()
-        self._kept_on_host: dict[HeldState, Arena] = {}
         self._ahead: Iterator[tuple[HostState, Chunk, list[Piece]]] = iter(())
         self._moved_before = (0, 0)
         self._closed = False
@@ -83,12 +78,8 @@ class Engine:
 
     def add(self, states: Sequence[HeldState]) -> None:
         """Give streamed parameters their arenas and chunks."""
-        kinds: dict[tuple[tuple[str, torch.dtype], ...], list[HeldState]] = {}
-        for held in states:
-            if held.placement is Placement.STREAMED:
-                kinds.setdefault(tuple((key.name, key.dtype) for key in held.keys), []).append(held)
-        self._hosts += [(self._make_host_state(members), members) for members in kinds.values()]
-        slot_bytes = max((host.layout.slot_bytes for host, _ in self._hosts), default=0)
+        self.host_side.add(states)
+        slot_bytes = self.host_side.slot_bytes
         if slot_bytes and (self._pipeline is None or self._pipeline.slot_bytes < slot_bytes):
             if self._lanes is None:
                 self._lanes = lanes_for(self.device)
@@ -103,44 +94,6 @@ class Engine:
     def _retire(self, pipeline: Pipeline) -> None:
         self._moved_before = self.moved_bytes
         pipeline.close()
-
-    def drop_unused(self, live: Iterable[HeldState]) -> None:
-        """Close arenas none of whose parameters are kept there any more. The lanes have been drained."""
-        keep = set(live)
-        for host, members in self._hosts:
-            if keep.isdisjoint(members):
-                for arena in (*host.arenas.values(), *host.spare.values()):
-                    arena.close()
-        self._hosts = [(host, members) for host, members in self._hosts if not keep.isdisjoint(members)]
-        for held in self._kept_on_host.keys() - keep:
-            self._kept_on_host.pop(held).close()
-        self._chunks_of = {}
-        for host, members in self._hosts:
-            for chunk in host.layout.chunks:
-                for piece in chunk.pieces:
-                    if members[piece.index] in keep:
-                        self._chunks_of.setdefault(members[piece.index], []).append((host, members, chunk))
-
-    def _make_host_state(self, members: Sequence[HeldState]) -> HostState:
-        keys = members[0].keys
-        layout = make_layout(
-            [{key.name: key.numel(held.param) for key in held.keys} for held in members],
-            {key.name: key.dtype.itemsize for key in keys},
-            [held.param.numel() for held in members],
-            chunk_bytes=int(self._config.chunk_bytes),
-            split=self._rule.splits(self.device),
-        )
-        host = HostState(layout, {})
-        host.arenas = self._arenas(layout, {key.name: key.dtype for key in keys})
-        for index, held in enumerate(members):
-            held.host, held.index = host, index
-        return host
-
-    def _arenas(self, layout: Layout, dtypes: Mapping[str, torch.dtype]) -> dict[str, Arena]:
-        return {
-            key: Arena(layout.arena_numel[key], dtype, self.device, pin=self._config.pin_memory)
-            for key, dtype in dtypes.items()
-        }
 
     # Runtime
 
@@ -166,10 +119,10 @@ class Engine:
 
     def _measure_link(self, pipeline: Pipeline) -> float:
         """What the link carries each way when both directions are busy; once, with the first chunks and no change."""
-        chunks = [(host, chunk) for host, _ in self._hosts for chunk in host.layout.chunks[:2]]
-        if self.device.type == "cpu" or len(chunks) < 2 or pipeline.num_slots < 2:
+        trips = [Trip(host, chunk, chunk.pieces) for host, _, chunk in itertools.islice(self.host_side.chunks(), 2)]
+        if self.device.type == "cpu" or len(trips) < 2 or pipeline.num_slots < 2:
             return 0.0
-        return pipeline.measure_link([Trip(host, chunk, chunk.pieces) for host, chunk in chunks[:2]])
+        return pipeline.measure_link(trips)
 
     def run(self, turns: Sequence[Turn]) -> None:
         """Take `turns`, and update everything taken so far that is not under way yet. The host waits for nothing."""
@@ -239,10 +192,10 @@ class Engine:
         held = _held(turn)
         resident = held.placement is Placement.RESIDENT
         round.ready[held] = turn
-        round.left[held] = 1 if resident else len(self._chunks_of.get(held, ()))
+        round.left[held] = 1 if resident else len(self.host_side.chunks_of.get(held, ()))
         round.places[held] = self._lanes.here()
-        if keep and held in self._kept_on_host:
-            round.kept[held] = self._kept_on_host[held].flat
+        if keep and held in self.host_side.kept:
+            round.kept[held] = self.host_side.kept[held].flat
         elif keep and not resident:
             round.lent[held] = self._lanes.empty(turn.weight.nbytes)
             round.kept[held] = round.lent[held].view(turn.weight.dtype)
@@ -253,7 +206,7 @@ class Engine:
         assert round is not None
         if held.placement is Placement.RESIDENT:
             self._update_resident([round.ready[held]])
-        for host, members, chunk in self._chunks_of.get(held, ()):
+        for host, members, chunk in self.host_side.chunks_of.get(held, ()):
             if all(members[piece.index] in round.left or _is_idle(members[piece.index]) for piece in chunk.pieces):
                 self._update_chunk(host, members, chunk)
 
@@ -262,9 +215,8 @@ class Engine:
         round = self._round
         assert round is not None
         self._update_resident([turn for held, turn in round.ready.items() if round.left[held]])
-        for host, members in self._hosts:
-            for chunk in host.layout.chunks:
-                self._update_chunk(host, members, chunk)
+        for member in self.host_side.chunks():
+            self._update_chunk(*member)
         assert not any(round.left.values()), "a gradient was taken and not used"
 
     def _end_round(self) -> None:
@@ -272,8 +224,7 @@ class Engine:
         assert self.timer is not None
         assert self._round is not None
         if self._round.to_spare:
-            for host, _ in self._hosts:
-                host.flip()
+            self.host_side.flip()
         self.discard_staged()  # of parameters that got no gradient this time
         self._last_ready = set(self._round.left)
         self._round = None
@@ -357,7 +308,7 @@ class Engine:
 
     @property
     def num_chunks(self) -> int:
-        return sum(len(host.layout.chunks) for host, _ in self._hosts)
+        return sum(1 for _ in self.host_side.chunks())
 
     def widen(self, window_slots: int) -> None:
         """Let `window_slots` more chunks be on the device. Without memory for them the window stays smaller."""
@@ -384,7 +335,8 @@ class Engine:
         if pipeline is None or pipeline.room_ahead <= 0 or self._round is not None:  # an open round fetches for itself
             return
         if not pipeline.staged:
-            self._ahead = _expected(self._hosts, self._last_ready)
+            # What the next step will probably update: what had no gradient the last time is not fetched.
+            self._ahead = self.host_side.chunks_with(self._last_ready)
         while pipeline.room_ahead > 0 and (found := next(self._ahead, None)) is not None:
             pipeline.fetch_ahead(Trip(*found))
 
@@ -393,39 +345,9 @@ class Engine:
         if self._pipeline is not None:
             self._pipeline.discard_staged()
 
-    def keep_on_host(self, states: Iterable[HeldState]) -> None:
-        """Speculative updates of `states` keep the weights before on the host, where they cost no device memory."""
-        for held in states:
-            numel, dtype = held.param.numel(), held.param.dtype
-            self._kept_on_host[held] = Arena(numel, dtype, self.device, pin=self._config.pin_memory)
-
-    def keeps_on_host(self, held: HeldState) -> bool:
-        return held in self._kept_on_host
-
-    @property
-    def has_spare(self) -> bool:
-        return any(host.spare for host, _ in self._hosts)
-
-    def add_spare(self) -> None:
-        """A second set of arenas, for speculative updates."""
-        for host, _ in self._hosts:
-            if not host.spare:
-                host.spare = self._arenas(host.layout, {key: arena.dtype for key, arena in host.arenas.items()})
-
-    def drop_spare(self) -> None:
-        """Not enough memory for all of it: none of it."""
-        for host, _ in self._hosts:
-            for arena in host.spare.values():
-                arena.close()
-            host.spare = {}
-
     @property
     def lanes(self) -> Lanes | None:
         return self._lanes
-
-    def streamed(self, params: Collection[torch.Tensor]) -> list[HeldState]:
-        """Those of `params` whose state is streamed, in the order of the layout, which is that of forward."""
-        return [held for held in self._chunks_of if held.param in params]
 
     def capturing(self) -> bool:
         return self._lanes is not None and self._lanes.capturing()
@@ -511,7 +433,7 @@ class Engine:
         if self._lanes is not None:
             self._lanes.synchronize(reason)
             if self._lanes.checks:
-                arenas = [arena.flat for host, _ in self._hosts for arena in host.arenas.values()]
+                arenas = [arena.flat for host, _ in self.host_side.states for arena in host.arenas.values()]
                 self._lanes.touch_on_host(writes=arenas)
 
     def reset(self) -> None:
@@ -529,7 +451,7 @@ class Engine:
             self._retire(self._pipeline)
         self._pipeline, self._closed = None, True
         self.synchronize("close: the last copies are done")
-        self.drop_unused(())
+        self.host_side.drop_unused(())
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
@@ -549,11 +471,6 @@ class Engine:
         """Device memory of the slots that are allocated now."""
         return self._pipeline.device_bytes if self._pipeline else 0
 
-    @property
-    def host_bytes(self) -> int:
-        kept = sum(arena.nbytes for arena in self._kept_on_host.values())
-        return kept + sum(host.nbytes for host, _ in self._hosts)
-
 
 def _begin(rule: Rule, device: torch.device, round: Round, turns: Sequence[Turn]) -> None:
     rule.begin(device, turns)
@@ -561,17 +478,6 @@ def _begin(rule: Rule, device: torch.device, round: Round, turns: Sequence[Turn]
         if _held(turn) in round.kept:
             round.kept[_held(turn)].copy_(turn.weight, non_blocking=True)
             rule.remember(device, turn)
-
-
-def _expected(
-    hosts: Sequence[tuple[HostState, list[HeldState]]], last: Collection[HeldState]
-) -> Iterator[tuple[HostState, Chunk, list[Piece]]]:
-    """What the next step will probably update: what had no gradient the last time is not fetched."""
-    for host, members in hosts:
-        for chunk in host.layout.chunks:
-            pieces = [piece for piece in chunk.pieces if members[piece.index] in last]
-            if pieces:
-                yield host, chunk, pieces
 
 
 def _drain(lanes: Lanes, owner: int) -> None:

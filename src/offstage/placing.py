@@ -78,11 +78,11 @@ class Places:
 
     def _check_host_memory(self, plans: Sequence[Plan], wanted: Sequence[HeldState]) -> None:
         there = sum(self.size_of(held).padded_bytes for held in wanted if held.host is not None)
-        sets = 2 if any(engine.has_spare for engine in self.engines.values()) else 1
+        sets = 2 if any(engine.host_side.has_spare for engine in self.engines.values()) else 1
         check_host_memory(
             sets * (sum(plan.host_bytes for plan in plans) - there),
             None if self._config.host_budget is None else int(self._config.host_budget),
-            already_bytes=sum(engine.host_bytes for engine in self.engines.values()),
+            already_bytes=sum(engine.host_side.nbytes for engine in self.engines.values()),
         )
 
     def _build(
@@ -95,7 +95,7 @@ class Places:
         if device not in self.engines:
             self.engines[device] = Engine(device, self._rule, self._config)
         engine = self.engines[device]
-        has_spare = any(engine.has_spare for engine in self.engines.values())
+        has_spare = any(engine.host_side.has_spare for engine in self.engines.values())
         engine.settle(list(engine.pending), "place: the weights are ready")
         engine.synchronize("place: the lanes are drained")
         engine.discard_staged()
@@ -108,9 +108,9 @@ class Places:
             self.held[held.param] = held
             if before is not None:  # more keys than before
                 held.load(before.export(), group_of[held.param])
-        engine.drop_unused(self.held.values())
+        engine.host_side.drop_unused(self.held.values())
         if has_spare:
-            engine.add_spare()
+            engine.host_side.add_spare()
 
     def size_of(self, held: HeldState) -> ParamSize:
         extent = {key.name: key.numel(held.param) for key in held.keys}

@@ -124,7 +124,7 @@ def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
         total_bytes_fetched=fetched,
         total_bytes_stored=stored,
         device_state_bytes=resident + sum(engine.slot_bytes for engine in engines),
-        host_state_bytes=sum(engine.host_bytes for engine in engines),
+        host_state_bytes=sum(engine.host_side.nbytes for engine in engines),
         lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},
         exposed_ms=exposed,
         hidden_ms=None if transfer is None or exposed is None else max(0.0, transfer - exposed),

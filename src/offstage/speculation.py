@@ -116,16 +116,16 @@ class Speculation:
     def arm(self, engines: Sequence[Engine], host_budget: int | None) -> None:
         """The loop clips: from the next round on updates in backward are speculative, if the host has the memory."""
         self.clips = True
-        need = sum(engine.host_bytes for engine in engines)
+        need = sum(engine.host_side.nbytes for engine in engines)
         try:
             check_host_memory(need, host_budget, already_bytes=need)
             logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
             for engine in engines:
-                engine.add_spare()
+                engine.host_side.add_spare()
             self.possible = True
         except (HostMemoryError, MemoryError, OSError) as error:
             for engine in engines:
-                engine.drop_spare()
+                engine.host_side.drop_spare()
             self.impossible = (
                 "update_in_backward with clipping needs a second copy of the state on the host; without it all updates "
                 f"are made in step(). {error}"

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offstage
 from offstage import engine as engine_module
+from offstage import host_side
 from offstage.plan import Placement
 
 from .support import (
@@ -45,7 +46,7 @@ def test_off_is_off(monkeypatch):
         raise AssertionError("off is not off")
 
     for owner, name in [
-        (engine_module, "Arena"),
+        (host_side, "Arena"),
         (engine_module, "Pipeline"),
         (engine_module, "lanes_for"),
         (torch, "Stream"),
