@@ -271,7 +271,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             for device, device_turns in by_device.items():
                 self._engines[device].run(device_turns)
-                updated = True
+                updated = updated or bool(device_turns)
             # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
             torch.autograd.graph.increment_version([turn.of.param for turn in turns])
             self._end_step(turns)

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples run as they stand, on a machine without an accelerator."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(("name", "says"), [("minimal", "state"), ("overlap", "weights 0, average 0")])
+def test_example(name, says):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"examples.{name}"]
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert says in found.stdout
