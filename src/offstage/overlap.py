@@ -226,7 +226,8 @@ class Overlap:
                     "which did not happen in the first iteration. Expected the same order of forwards and gradients in "
                     "every backward. Use update_in_backward=False, or keep that module out of the checkpointed part."
                 )
-            self.early.exclude(param for param in params if param in self._fired)
+            if again := [param for param in params if param in self._fired]:
+                self.early.exclude(again)
         elif self.updated:
             if (changed := self.what_changed()) is not None:
                 self._optimizer.restart_round(changed)
