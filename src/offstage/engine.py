@@ -308,7 +308,7 @@ class Engine:
 
     @property
     def num_chunks(self) -> int:
-        return sum(1 for _ in self.host_side.chunks())
+        return sum(len(host.layout.chunks) for host, _ in self.host_side.states)
 
     def widen(self, window_slots: int) -> None:
         """Let `window_slots` more chunks be on the device. Without memory for them the window stays smaller."""
