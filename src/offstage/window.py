@@ -57,6 +57,7 @@ class Window:
                 f"{format_size(budget)} leaves above a peak of {format_size(peak)}"
             )
             if not self._room[engine]:
+                text += ": no chunk fits. Raise device_peak by at least one slot, or lower the batch"
                 self.fallbacks.append(text)
             logger.log(logging.INFO if self._room[engine] else logging.WARNING, text)
         elif peak > max(budget, self._peak[engine]):  # activations have grown
