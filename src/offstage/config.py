@@ -77,6 +77,19 @@ class OffloadConfig:
 
     # Who updates
 
+    update_on: Literal["device", "host", "auto"] = "device"
+    """Where state that left the device is updated. ``"device"``: it comes back for its update. ``"host"``: the CPU
+    updates it where it is; gradients go down and weights come up. ``"auto"``: both at once, in the shares that
+    `make_plan` finds fastest for this machine."""
+
+    host_fraction: float | None = None
+    """Share of the offloaded bytes that the CPU updates, met to within one parameter. Setting it implies
+    ``update_on="auto"``; ``None`` lets the planner choose there."""
+
+    threads: int | None = None
+    """CPU threads for updates on the host. ``None``: what affinity, the cgroup's CPU limit and the number of ranks on
+    this node leave."""
+
     rule: Literal["auto", "torch"] = "auto"
     """``"auto"``: offstage's own kernels for Adam and AdamW, the user's class for the others.
     ``"torch"``: the user's own class does the arithmetic, always."""
@@ -125,6 +138,8 @@ class OffloadConfig:
         self._check_numbers()
         self._check_choices()
         self._check_contradictions()
+        if self.host_fraction is not None and self.update_on == "device":
+            object.__setattr__(self, "update_on", "auto")
 
     @property
     def overlaps(self) -> bool:
@@ -155,13 +170,21 @@ class OffloadConfig:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
     def _check_numbers(self) -> None:
-        fraction = self.fraction
-        if fraction is not None and not (
-            isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and 0.0 <= fraction <= 1.0
-        ):
+        if not _is_share(self.fraction):
             raise ConfigError(
-                f"fraction expects a number from 0.0 to 1.0 (a share of the state's bytes); found {fraction!r}. "
+                f"fraction expects a number from 0.0 to 1.0 (a share of the state's bytes); found {self.fraction!r}. "
                 "Use 1.0 to offload everything, 0.0 to switch offloading off."
+            )
+        if not _is_share(self.host_fraction):
+            raise ConfigError(
+                "host_fraction expects a number from 0.0 to 1.0 (a share of the offloaded bytes); found "
+                f"{self.host_fraction!r}. Leave it out to let the planner choose with update_on='auto'."
+            )
+        threads = self.threads
+        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+            raise ConfigError(
+                f"threads expects a whole number of at least 1; found {threads!r}. Leave it out: affinity, CPU limit "
+                "and ranks per node decide."
             )
         if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 1:
             raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Use 3.")
@@ -172,11 +195,16 @@ class OffloadConfig:
             )
 
     def _check_choices(self) -> None:
-        choices = {"rule": ("auto", "torch"), "master_weights": ("auto", "none", "fp32", "split")}
+        choices = {
+            "rule": ("auto", "torch"),
+            "master_weights": ("auto", "none", "fp32", "split"),
+            "update_on": ("device", "host", "auto"),
+        }
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
+                default = type(self).__dataclass_fields__[field].default
                 raise ConfigError(
-                    f"{field} expects one of {allowed}; found {getattr(self, field)!r}. Leave it out for 'auto'."
+                    f"{field} expects one of {allowed}; found {getattr(self, field)!r}. Leave it out for {default!r}."
                 )
         mapping = {"": self.state_dtype} if isinstance(self.state_dtype, str) else self.state_dtype
         for key, name in mapping.items():
@@ -191,6 +219,17 @@ class OffloadConfig:
             raise ConfigError(
                 f"fraction=0.0 keeps all state on the device, which contradicts device_budget="
                 f"{format_size(self.device_budget)}. Give one of the two."  # type: ignore[arg-type]
+            )
+        if self.update_on == "host" and self.host_fraction is not None:
+            raise ConfigError(
+                f"update_on='host' updates everything that left the device on the host, which contradicts "
+                f"host_fraction={self.host_fraction}. Give one of the two; host_fraction alone implies "
+                "update_on='auto'."
+            )
+        if self.fraction == 0.0 and (self.update_on != "device" or self.host_fraction is not None):
+            raise ConfigError(
+                "fraction=0.0 switches offloading off, which contradicts update_on and host_fraction: nothing is on "
+                "the host that could be updated there. Leave them out, or raise fraction."
             )
         self._check_overlap()
         if self.rule == "torch" and self.master_weights == "split":
@@ -226,3 +265,9 @@ class OffloadConfig:
                 f"window={self.window!r} decides by itself how much state is on the device, which contradicts "
                 f"device_budget={format_size(int(self.device_budget))}. Give window as a size, or leave one out."
             )
+
+
+def _is_share(value: object) -> bool:
+    """`None`, or a number from 0 to 1."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value is None or (is_number and 0.0 <= value <= 1.0)  # type: ignore[operator]

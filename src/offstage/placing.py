@@ -117,7 +117,15 @@ class Places:
         itemsize = {key.name: key.dtype.itemsize for key in held.keys}
         padded = padded_bytes(extent, itemsize) if itemsize else 0
         device = held.param.device
-        return ParamSize(held.name, str(device), held.nbytes, padded, self._rule.splits(device))
+        return ParamSize(
+            held.name,
+            str(device),
+            held.nbytes,
+            padded,
+            self._rule.splits(device),
+            numel=held.param.numel(),
+            weight_bytes=held.param.nbytes,
+        )
 
     def plan(self, states: Sequence[HeldState]) -> Plan:
         """Where `states` are."""

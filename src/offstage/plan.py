@@ -16,6 +16,7 @@ class Placement(enum.Enum):
 
     RESIDENT = "resident"  # lives and updates on the device
     STREAMED = "streamed"  # lives on the host, updates on the device
+    HOST = "host"  # lives and updates on the host
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class ParamSize:
     """The same with alignment: what it takes in the arenas or in a slot."""
     splits: bool
     """Whether chunks may split it."""
+    numel: int = 0
+    weight_bytes: int = 0
+    """Of the parameter itself, which is on the device; its gradient is as large."""
 
 
 @dataclass(frozen=True)
