@@ -19,6 +19,11 @@ class Placement(enum.Enum):
     HOST = "host"  # lives and updates on the host
 
 
+HOST_SLOTS = 4
+"""Staging buffers on the host for chunks that the CPU updates: one comes down, two are updated (threads that are done
+with one go on to the next), one goes up."""
+
+
 @dataclass(frozen=True)
 class ParamSize:
     """A parameter as the planner sees it."""
@@ -47,13 +52,18 @@ class Plan:
     """At most this much per slot: `chunk_bytes`, the largest unsplittable parameter, or all there is."""
     window: int | str = 0
     """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` are found out in training."""
+    host_slots: int = 0
+    host_slot_bytes: int = 0
+    """At most this much per staging buffer on the host: weights and gradients of a chunk that the CPU updates."""
 
     def bytes_of(self, placement: Placement) -> int:
         return sum(s.state_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is placement)
 
     @property
     def host_bytes(self) -> int:
-        return sum(s.padded_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is Placement.STREAMED)
+        """Host memory: state that is not resident, and staging buffers."""
+        off_device = (s for s, p in zip(self.sizes, self.placements, strict=True) if p is not Placement.RESIDENT)
+        return sum(s.padded_bytes for s in off_device) + self.host_slots * self.host_slot_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -66,10 +76,15 @@ class Plan:
         count = {p: self.placements.count(p) for p in Placement}
         size = format_size(self.window) if isinstance(self.window, int) else repr(self.window)
         window = f" and a window of {size}" if self.window and self.slots else ""
+        on_host = (
+            f", {format_size(self.bytes_of(Placement.HOST))} updated on the host ({count[Placement.HOST]})"
+            if count[Placement.HOST]
+            else ""
+        )
         return (
             f"state: {format_size(self.bytes_of(Placement.RESIDENT))} resident ({count[Placement.RESIDENT]} parameters)"
-            f", {format_size(self.bytes_of(Placement.STREAMED))} streamed ({count[Placement.STREAMED]}) through "
-            f"{self.slots} slots of {format_size(self.slot_bytes)}{window}"
+            f"{on_host}, {format_size(self.bytes_of(Placement.STREAMED))} streamed ({count[Placement.STREAMED]}) "
+            f"through {self.slots} slots of {format_size(self.slot_bytes)}{window}"
         )
 
     def __str__(self) -> str:
@@ -101,11 +116,50 @@ def plan_placements(
         if i not in placed and used + sizes[i].state_bytes <= room:
             resident.add(i)
             used += sizes[i].state_bytes
-    streamed = [size for i, size in enumerate(sizes) if i not in resident]
-    placements = tuple(Placement.RESIDENT if i in resident else Placement.STREAMED for i in range(len(sizes)))
-    slots = config.slots if streamed else 0
+    on_host = _choose_host(sizes, config, dict.fromkeys(resident, Placement.RESIDENT) | dict(placed))
+    placements = tuple(
+        Placement.RESIDENT if i in resident else Placement.HOST if i in on_host else Placement.STREAMED
+        for i in range(len(sizes))
+    )
+    streamed = [size for size, placement in zip(sizes, placements, strict=True) if placement is Placement.STREAMED]
     _check_window(config, _slot_bytes(streamed, chunk_bytes))
-    return Plan(tuple(sizes), placements, slots, _slot_bytes(streamed, chunk_bytes), config.window if streamed else 0)
+    return Plan(
+        tuple(sizes),
+        placements,
+        slots=config.slots if streamed else 0,
+        slot_bytes=_slot_bytes(streamed, chunk_bytes),
+        window=config.window if streamed else 0,
+        host_slots=HOST_SLOTS if on_host else 0,
+        host_slot_bytes=_host_slot_bytes([sizes[i] for i in on_host], chunk_bytes),
+    )
+
+
+def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> list[int]:
+    """Which of the parameters that are not resident the CPU updates.
+
+    They are spread evenly: host and device both work in the order of forward, so that neither holds up the other.
+    """
+    share = {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
+    assert share is not None, "the planner chooses a share before parameters are placed"
+    chosen, total, on_host = [], 0, 0.0
+    for i, size in enumerate(sizes):
+        placement = placed.get(i)
+        if placement is Placement.RESIDENT:
+            continue
+        total += size.state_bytes
+        wanted = on_host + size.state_bytes / 2 <= share * total and share > 0
+        if placement is Placement.HOST or (placement is None and wanted):
+            chosen.append(i)
+            on_host += size.state_bytes
+    return chosen
+
+
+def _host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
+    """Weights and gradients of the largest chunk."""
+    whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
+    splits = [size for size in sizes if size.splits and size.padded_bytes]
+    per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
+    return max(whole, int(per_state_byte * min(chunk_bytes, sum(size.padded_bytes for size in splits))))
 
 
 def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
@@ -153,7 +207,7 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
 
 def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
     """Asked to offload, nothing to offload on any device: say so now rather than after a week."""
-    if config.fraction == 0.0 or any(Placement.STREAMED in plan.placements for plan in plans):
+    if config.fraction == 0.0 or any(p is not Placement.RESIDENT for plan in plans for p in plan.placements):
         return
     sizes = [size for plan in plans for size in plan.sizes]
     everything = sum(size.state_bytes for size in sizes)
