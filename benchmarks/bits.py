@@ -2,6 +2,7 @@
 """Does offstage give the bits of `torch.optim.AdamW(fused=True)`?
 
     python -m benchmarks.bits
+    python -m benchmarks.bits CPU      cases with this in their name
 
 Fixed gradients from 1e-30 to 1e3, and zeros, for 100 steps. For 16-bit parameters the reference is the same
 optimizer on fp32 masters, cast. Every case runs plainly, and four of them with delays injected into each lane.
@@ -13,15 +14,19 @@ rounding in three elements of four and with two in the fourth (torch 2.11, by po
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 import offstage
 from benchmarks.common import write_row
+from offstage.host_threads import Slice
 from offstage.lanes import AcceleratorLanes, Lane, Mark, use_lanes
 
 SHAPES = [(1021, 1031), (4096,), (33, 65), (2048, 512), (7,), (1,), (300_007,)]
@@ -66,6 +71,15 @@ CASES = [
         reference_dtype=BF16,
     ),
 ]
+ON_HOST = [
+    replace(case, name=f"{case.name}, {share:.0%} updated by the CPU", config={**case.config, "host_fraction": share})
+    for case in CASES
+    if case.config.get("fraction") != 0.0
+    for share in (0.5, 1.0)
+]
+DELAYED = ("fp32", "bf16, fp32 masters", "bf16, split masters", "fp32, half of it resident")
+LANES = (Lane.FETCH, Lane.UPDATE, Lane.STORE)
+LANES_TO_HOST = (Lane.LOWER, Lane.HOST, Lane.RAISE)
 
 
 class DelayedLanes(AcceleratorLanes):
@@ -81,6 +95,15 @@ class DelayedLanes(AcceleratorLanes):
             work()
 
         return super().submit(lane, delayed if lane is self._delayed else work, **arguments)
+
+    def submit_on_host(self, slices: Sequence[Slice], **arguments: Any) -> Mark:
+        def delayed(piece: Slice) -> None:
+            time.sleep(1e-3)
+            piece()
+
+        if self._delayed is Lane.HOST:
+            slices = [functools.partial(delayed, piece) for piece in slices]
+        return super().submit_on_host(slices, **arguments)
 
 
 def gradients(steps: int, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
@@ -170,18 +193,23 @@ def adam_l2(numel: int = 4_000_000) -> dict[str, list[int]]:
 
 
 def main(steps: int = 100) -> None:
-    write_row("bits", {"case": "torch's own Adam with L2, by index modulo 4", **adam_l2()})
-    elements = sum(math.prod(shape) for shape in SHAPES)
-    for case in CASES:
-        row = {"case": case.name, "steps": steps, "elements": elements}
-        write_row("bits", row | {"mismatches": mismatches(case, steps)})
-    for case in CASES:
-        if case.name in ("fp32", "bf16, fp32 masters", "bf16, split masters", "fp32, half of it resident"):
-            for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE):
-                with use_lanes(lambda device, lane=lane: DelayedLanes(device, lane)):
-                    count = mismatches(case, steps)
-                row = {"case": case.name, "steps": steps, "elements": elements, "delayed_lane": lane.value}
-                write_row("bits", row | {"mismatches": count})
+    wanted = sys.argv[1] if sys.argv[1:] else ""  # a part of the cases' names
+    if not wanted:
+        write_row("bits", {"case": "torch's own Adam with L2, by index modulo 4", **adam_l2()})
+    for case in (*CASES, *ON_HOST):
+        if wanted in case.name:
+            compare(case, steps)
+            on_host = case in ON_HOST
+            if case.name.removesuffix(", 50% updated by the CPU") in DELAYED:
+                for lane in (*LANES, *(LANES_TO_HOST if on_host else ())):
+                    compare(case, steps, lane)
+
+
+def compare(case: Case, steps: int, delayed: Lane | None = None) -> None:
+    with use_lanes(None if delayed is None else lambda device: DelayedLanes(device, delayed)):
+        count = mismatches(case, steps)
+    row = {"case": case.name, "steps": steps, "elements": sum(math.prod(shape) for shape in SHAPES)}
+    write_row("bits", row | ({} if delayed is None else {"delayed_lane": delayed.value}) | {"mismatches": count})
 
 
 if __name__ == "__main__":

@@ -9,13 +9,14 @@ Work runs as it always does; what is checked is the order that marks give, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from offstage.happens_before import HOST, Clock, Clocks
-from offstage.lanes import Buffers, Lane, Lanes, Mark, Place, lanes_for, use_lanes
+from offstage.host_threads import HostThreads, Slice
+from offstage.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, lanes_for, use_lanes
 
 _CALLER = Lane.CALLER.value
 _Moment = tuple[Mark, Clock]
@@ -43,9 +44,35 @@ class CheckedLanes(Lanes):
         reads: Buffers = (),
         writes: Buffers = (),
     ) -> _Moment:
-        marks = {reason: moment for reason, moment in after.items() if moment is not None}
-        clock = self._work(lane.value, [moment[1] for moment in marks.values()], reads, writes)
-        return self._inner.submit(lane, work, after={reason: moment[0] for reason, moment in marks.items()}), clock
+        marks, clock = self._checked(lane, after, reads, writes)
+        return self._inner.submit(lane, work, after=marks), clock
+
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, _Moment | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> _Moment:
+        marks, clock = self._checked(Lane.HOST, after, reads, writes)
+        return self._inner.submit_on_host(slices, after=marks), clock
+
+    def _checked(
+        self, lane: Lane, after: Mapping[str, _Moment | None], reads: Buffers, writes: Buffers
+    ) -> tuple[dict[str, Mark], Clock]:
+        moments = {reason: moment for reason, moment in after.items() if moment is not None}
+        clocks = [moment[1] for moment in moments.values()]
+        clock = self._work(lane.value, clocks, reads, writes, ordered=lane not in UNORDERED)
+        return {reason: moment[0] for reason, moment in moments.items()}, clock
+
+    @property  # type: ignore[override]
+    def threads(self) -> HostThreads:
+        return self._inner.threads
+
+    @threads.setter
+    def threads(self, threads: HostThreads) -> None:
+        self._inner.threads = threads
 
     def mark(self) -> _Moment:
         return self._inner.mark(), self._work(_CALLER)
@@ -77,7 +104,7 @@ class CheckedLanes(Lanes):
 
     def synchronize(self, reason: str) -> None:
         self._inner.synchronize(reason)
-        self._clocks.wait_for_all(HOST, [lane.value for lane in Lane if lane is not Lane.CALLER])
+        self._clocks.wait_for_all(HOST, but=_CALLER)
 
     def passed(self, mark: _Moment) -> bool:
         done = self._inner.passed(mark[0])
@@ -106,6 +133,8 @@ class CheckedLanes(Lanes):
     def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._work(HOST, (), reads, writes)
 
-    def _work(self, lane: str, after: Any = (), reads: Buffers = (), writes: Buffers = ()) -> Clock:
+    def _work(
+        self, lane: str, after: Any = (), reads: Buffers = (), writes: Buffers = (), *, ordered: bool = True
+    ) -> Clock:
         self.accesses += len(reads) + len(writes)
-        return self._clocks.work(lane, after, reads=reads, writes=writes)
+        return self._clocks.work(lane, after, reads=reads, writes=writes, ordered=ordered)

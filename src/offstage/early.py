@@ -3,8 +3,8 @@
 
 A gradient's finality cannot be known from its hook alone, so the first iteration is plain and counts how often each
 parameter's hook fires: those that fire once, and whose forward checkpointing does not run again afterwards, may be
-early. What of these the link cannot move during backward is better
-left to `step()`: the parameters that forward needs first get their gradients last, and left to `step()` they go in the
+early. What of these the link cannot move, or the CPU not update, during backward is better left to `step()`: the
+parameters that forward needs first get their gradients last, and left to `step()` they go in the
 order in which forward needs them, instead of queueing up behind the others. How much that is, a backward is measured
 for.
 """
@@ -21,6 +21,7 @@ from offstage.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
+from offstage.plan import Placement
 from offstage.speculation import Speculation
 
 logger = logging.getLogger("offstage")
@@ -48,7 +49,7 @@ class Early:
         self._once: frozenset[torch.Tensor] = frozenset()
         self._never: frozenset[torch.Tensor] = frozenset()
         """Parameters that are always left to `step()`."""
-        self._left: Mapping[Engine, float] = {}
+        self._left: Mapping[tuple[Engine, Placement], float] = {}
         self._rounds = 0
         self._measured = False
         self.fallbacks: dict[str, str] = {}
@@ -62,7 +63,7 @@ class Early:
             self._never |= fired.keys() - once
             self._once = (self._once | once) - self._never
         if not before:
-            self._left = dict.fromkeys(engines, _LEFT_TO_STEP)
+            self._left = {(engine, placement): _LEFT_TO_STEP for engine in engines for placement in Placement}
         if self._once != before:  # the first time, and when parameters join: experts, layers no longer frozen
             self._choose(engines)
         if fired and not self._once and "no effect" not in self.fallbacks:
@@ -83,26 +84,29 @@ class Early:
         """A backward begins: what did the link have time for in the one before? Looks once."""
         if self._measured or self._rounds < _MEASURED_ROUND:
             return
-        left = {}
+        left: dict[tuple[Engine, Placement], float] = {}
         for engine in engines:
-            total = sum(held.nbytes for held in engine.host_side.streamed(self._once))
-            if total and engine.link_gb_per_s and engine.timer is not None:
-                left[engine] = 1 - engine.link_gb_per_s * 1e6 * engine.timer.backward_ms() / total
+            rates = {Placement.STREAMED: engine.link_gb_per_s, Placement.HOST: engine.host_gb_per_s}
+            for placement, rate in rates.items():
+                total = sum(held.nbytes for held in engine.host_side.offloaded(self._once, placement))
+                if total and rate and engine.timer is not None:
+                    left[engine, placement] = 1 - rate * 1e6 * engine.timer.backward_ms() / total
         self._left, self._measured = left, True
         self._choose(engines)
 
     def _choose(self, engines: Sequence[Engine]) -> None:
         left: set[HeldState] = set()
         for engine in engines:
-            streamed = engine.host_side.streamed(self._once)
-            left |= set(_first(streamed, self._left.get(engine, 0.0)))
+            for placement in (Placement.STREAMED, Placement.HOST):
+                states = engine.host_side.offloaded(self._once, placement)
+                left |= set(_first(states, self._left.get((engine, placement), 0.0)))
             if self._speculation.possible:
-                last = _first(streamed, _NOT_KEPT_ON_DEVICE)
+                last = _first(engine.host_side.offloaded(self._once, Placement.STREAMED), _NOT_KEPT_ON_DEVICE)
                 self._keep_on_host(engines, engine, [held for held in last if held not in left])
         self.params = self._once - {held.param for held in left}
         self.most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
         logger.info(
-            "update_in_backward: %d parameters in backward; in step(): %d that the link has no time for, %d whose "
+            "update_in_backward: %d parameters in backward; in step(): %d that there is no time for, %d whose "
             "gradients come in parts or whose forward is run again",
             len(self.params),
             len(left),
@@ -112,7 +116,7 @@ class Early:
     def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
         budget = self._config.host_budget
         new = [held for held in states if held not in engine.host_side.kept]
-        need, used = sum(held.param.nbytes for held in new), sum(one.host_side.nbytes for one in engines)
+        need, used = sum(held.param.nbytes for held in new), sum(one.host_bytes for one in engines)
         try:
             check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
             engine.host_side.keep(new)

@@ -26,11 +26,15 @@ from offstage.errors import OffstageError
 from offstage.flat import copy_back
 from offstage.foreign_watch import ForeignWatch
 from offstage.held_state import HeldState
+from offstage.host_cpus import num_threads
 from offstage.host_side import HostSide
+from offstage.host_threads import HostThreads
+from offstage.host_trips import HostTrips
 from offstage.lanes import Lane, Lanes, Mark, lanes_for, on_device
 from offstage.layout import Chunk, Piece
+from offstage.numa import cpus_near
 from offstage.pipeline import HostState, Pipeline, Trip
-from offstage.plan import Placement
+from offstage.plan import HOST_SLOTS, Placement
 from offstage.receipt import StepTimer
 from offstage.rounds import Pending, Round
 from offstage.rules.rule import Rule, Share, Turn
@@ -54,6 +58,8 @@ class Engine:
         self.device = device
         self.updating = False
         """True between the first update of a step and its end: a failure then leaves weights between two steps."""
+        self.lost: str | None = None
+        """What to say after an update on the host has failed."""
         self.timer: StepTimer | None = None
         self.link_gb_per_s: float | None = None
         """Measured before the first step; 0 where there is no link."""
@@ -61,11 +67,14 @@ class Engine:
         self._config = config
         self._lanes: Lanes | None = None
         self._pipeline: Pipeline | None = None
+        self._trips: HostTrips | None = None
         self.host_side = HostSide(device, rule, config)
         self._round: Round | None = None
         self.pending: dict[HeldState, Pending] = {}
         self._order = 0
         self._last_update: Mark = None
+        self._begun: Mark = None
+        self.bytes_updated_on_host = 0
         self._last_ready: set[HeldState] = set()
         self._ahead: Iterator[tuple[HostState, Chunk, list[Piece]]] = iter(())
         self._moved_before = (0, 0)
@@ -79,20 +88,30 @@ class Engine:
     def add(self, states: Sequence[HeldState]) -> None:
         """Give streamed parameters their arenas and chunks."""
         self.host_side.add(states)
+        if not self.host_side.states:
+            return
+        lanes = self._make_lanes()
         slot_bytes = self.host_side.slot_bytes
         if slot_bytes and (self._pipeline is None or self._pipeline.slot_bytes < slot_bytes):
-            if self._lanes is None:
-                self._lanes = lanes_for(self.device)
-                # Dropped with work under way: what the lanes still use must not be freed before they are done.
-                weakref.finalize(self, _drain, self._lanes, os.getpid())
-                self._foreign.attach(self._lanes)
-                self.timer = StepTimer(self._lanes)
             if self._pipeline is not None:
                 self._retire(self._pipeline)
-            self._pipeline = Pipeline(self._lanes, num_slots=self._config.slots, slot_bytes=slot_bytes)
+            self._pipeline = Pipeline(lanes, num_slots=self._config.slots, slot_bytes=slot_bytes)
+        if self._trips is None and any(host.on_host for host, _ in self.host_side.states):
+            self._trips = HostTrips(lanes, self._rule, self.device, pin=self._config.pin_memory)
+
+    def _make_lanes(self) -> Lanes:
+        if self._lanes is None:
+            self._lanes = lanes_for(self.device)
+            self._lanes.threads = HostThreads(num_threads(self._config.threads), cpus_near(self.device))
+            # Dropped with work under way: what the lanes still use must not be freed before they are done.
+            weakref.finalize(self, _drain, self._lanes, os.getpid())
+            self._foreign.attach(self._lanes)
+            self.timer = StepTimer(self._lanes)
+        return self._lanes
 
     def _retire(self, pipeline: Pipeline) -> None:
-        self._moved_before = self.moved_bytes
+        fetched, stored = self._moved_before
+        self._moved_before = fetched + pipeline.bytes_fetched, stored + pipeline.bytes_stored
         pipeline.close()
 
     # Runtime
@@ -105,6 +124,8 @@ class Engine:
                 "state_dict() to go on training."
             )
         self._foreign.report()
+        if self._trips is not None:
+            self._trips.prepare(self.host_side.staging_bytes)
         if self._pipeline is None:
             return
         try:
@@ -119,14 +140,15 @@ class Engine:
 
     def _measure_link(self, pipeline: Pipeline) -> float:
         """What the link carries each way when both directions are busy; once, with the first chunks and no change."""
-        trips = [Trip(host, chunk, chunk.pieces) for host, _, chunk in itertools.islice(self.host_side.chunks(), 2)]
+        streamed = (Trip(host, chunk, chunk.pieces) for host, _, chunk in self.host_side.chunks() if not host.on_host)
+        trips = list(itertools.islice(streamed, 2))
         if self.device.type == "cpu" or len(trips) < 2 or pipeline.num_slots < 2:
             return 0.0
         return pipeline.measure_link(trips)
 
     def run(self, turns: Sequence[Turn]) -> None:
         """Take `turns`, and update everything taken so far that is not under way yet. The host waits for nothing."""
-        if self._pipeline is None:
+        if self._lanes is None:
             if turns:
                 with on_device(self.device):
                     self._run_on_caller(turns)
@@ -182,7 +204,7 @@ class Engine:
             reads=[turn.weight for turn in turns if _held(turn) in round.kept],
             writes=[round.kept[_held(turn)] for turn in turns if _held(turn) in round.kept],
         )
-        self._last_update = begun
+        self._last_update = self._begun = begun
         for turn in turns:
             if not round.left[_held(turn)]:  # it has no elements
                 self._add_pending(turn, begun)
@@ -196,7 +218,7 @@ class Engine:
         round.places[held] = self._lanes.here()
         if keep and held in self.host_side.kept:
             round.kept[held] = self.host_side.kept[held].flat
-        elif keep and not resident:
+        elif keep and held.placement is Placement.STREAMED:
             round.lent[held] = self._lanes.empty(turn.weight.nbytes)
             round.kept[held] = round.lent[held].view(turn.weight.dtype)
 
@@ -215,8 +237,8 @@ class Engine:
         round = self._round
         assert round is not None
         self._update_resident([turn for held, turn in round.ready.items() if round.left[held]])
-        for member in self.host_side.chunks():
-            self._update_chunk(*member)
+        for host, members, chunk in self.host_side.chunks():
+            self._update_chunk(host, members, chunk)
         assert not any(round.left.values()), "a gradient was taken and not used"
 
     def _end_round(self) -> None:
@@ -271,9 +293,12 @@ class Engine:
         """
         round, pipeline = self._round, self._pipeline
         assert round is not None
-        assert pipeline is not None
         left = [piece for piece in chunk.pieces if (chunk, piece) not in round.done]
         ready = [piece for piece in left if members[piece.index] in round.ready]
+        if host.on_host:
+            self._update_on_host(host, members, chunk, ready)
+            return
+        assert pipeline is not None
         carried = [piece for piece in left if piece not in ready and (chunk, piece) not in round.carried]
         moving = sorted([*ready, *carried], key=chunk.pieces.index) if round.to_spare else ready
         if not moving:
@@ -304,11 +329,35 @@ class Engine:
             if not round.left[_held(turn)]:
                 self._add_pending(turn, trip.updated)
 
+    def _update_on_host(self, host: HostState, members: list[HeldState], chunk: Chunk, ready: list[Piece]) -> None:
+        """One chunk's trip to the CPU, with the pieces that have gradients."""
+        round = self._round
+        assert round is not None
+        assert self._trips is not None
+        if not ready:
+            return
+        turns = [round.ready[members[piece.index]] for piece in ready]
+        self.updating = True
+        raised = self._trips.send(host, list(zip(ready, turns, strict=True)), self._begun)
+        self.bytes_updated_on_host += sum(
+            arena.dtype.itemsize * (stop - start)
+            for key, arena in host.arenas.items()
+            for start, stop in (host.layout.range_of(piece, key) for piece in ready)
+        )
+        round.done.update((chunk, piece) for piece in ready)
+        for turn in turns:
+            held = _held(turn)
+            round.raised.setdefault(held, []).append(raised)
+            round.left[held] -= 1
+            if not round.left[held]:
+                self._add_pending(turn, None)
+
     # The window
 
     @property
     def num_chunks(self) -> int:
-        return sum(len(host.layout.chunks) for host, _ in self.host_side.states)
+        """How many could wait in the window."""
+        return self.host_side.num_streamed_chunks
 
     def widen(self, window_slots: int) -> None:
         """Let `window_slots` more chunks be on the device. Without memory for them the window stays smaller."""
@@ -368,7 +417,8 @@ class Engine:
         round, held = self._round, _held(turn)
         assert round is not None
         self._order += 1
-        self.pending[held] = Pending(turn, updated, self._order, round.places[held], round.lent.get(held))
+        raised = round.raised.pop(held, [])
+        self.pending[held] = Pending(turn, updated, self._order, raised, round.places[held], round.lent.get(held))
 
     def settle(self, states: Iterable[HeldState], reason: str) -> None:
         """Make the caller's stream wait for the updates of `states`; then their gradients may go.
@@ -380,7 +430,7 @@ class Engine:
         if not due or self._lanes is None or self.timer is None:
             return
         with self.timer.exposed():
-            self._lanes.wait(max(due, key=lambda pending: pending.order).updated, reason)
+            self._wait(self._lanes, due, reason)
         turns = [pending.turn for pending in due]
         if self._round is not None:
             for turn in turns:  # the gradient goes with the turn
@@ -393,6 +443,21 @@ class Engine:
                 self._lanes.drop(pending.lent)
         for place in {pending.place for pending in due}:
             self._lanes.follow(place)
+
+    def _wait(self, lanes: Lanes, due: Sequence[Pending], reason: str) -> None:
+        on_device = [pending for pending in due if not pending.raised]
+        if on_device:
+            lanes.wait(max(on_device, key=lambda pending: pending.order).updated, reason)
+        try:
+            for mark in {id(mark): mark for pending in due for mark in pending.raised}.values():
+                lanes.wait(mark, reason)
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                self.lost = (
+                    f"An update on the host failed ({type(error).__name__}: {error}); the weights and state are "
+                    "between two steps. Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
+                )
+            raise
 
     def revert(self) -> None:
         """The round's speculative updates do not count: weights are as before, and so is the state on the host."""
@@ -441,9 +506,13 @@ class Engine:
         if self._pipeline is not None:
             self.synchronize("reset: nothing is under way")
             self._pipeline.reset()
+        if self._trips is not None:
+            self.synchronize("reset: nothing is under way")
+            self._trips.forget()
         self.pending.clear()
         self._round = None
         self.updating = False
+        self.lost = None
 
     def close(self) -> None:
         """Give everything back: slots behind their last store, then the arenas."""
@@ -451,15 +520,40 @@ class Engine:
             self._retire(self._pipeline)
         self._pipeline, self._closed = None, True
         self.synchronize("close: the last copies are done")
+        if self._trips is not None:
+            self._trips.close("close: the last copies are done")
         self.host_side.drop_unused(())
 
     @property
     def moved_bytes(self) -> tuple[int, int]:
-        """(fetched, stored) since the beginning."""
+        """(to the device, to the host) since the beginning: state, and weights and gradients of updates on the host."""
         fetched, stored = self._moved_before
-        if self._pipeline is None:
-            return fetched, stored
-        return fetched + self._pipeline.bytes_fetched, stored + self._pipeline.bytes_stored
+        if self._pipeline is not None:
+            fetched, stored = fetched + self._pipeline.bytes_fetched, stored + self._pipeline.bytes_stored
+        if self._trips is not None:
+            fetched, stored = fetched + self._trips.bytes_raised, stored + self._trips.bytes_lowered
+        return fetched, stored
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the staging buffers, whether they are allocated yet or not."""
+        return HOST_SLOTS * self.host_side.staging_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory: arenas and staging buffers."""
+        return self.host_side.nbytes + self.staging_bytes
+
+    @property
+    def host_busy_s(self) -> float:
+        """For how long the CPU was updating, so far."""
+        return self._lanes.threads.busy_s if self._lanes is not None else 0.0
+
+    @property
+    def host_gb_per_s(self) -> float:
+        """State that the CPU updates, over the time in which it did so far."""
+        busy = self.host_busy_s
+        return self.bytes_updated_on_host / busy / 1e9 if busy else 0.0
 
     @property
     def planned_slot_bytes(self) -> int:

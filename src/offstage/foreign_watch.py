@@ -51,12 +51,12 @@ class ForeignWatch:
             if not self._looked or not self._lanes.passed(self._arrived):
                 return
             self._lanes.touch_on_host(reads=[self._seen])
-        if int(self._seen):
+        if count := int(self._seen) + self._rule.foreign_on_host:
             self._logged = True
             logger.warning(
                 "%d weights on %s were written by someone else between steps; their fp32 masters follow the weights. "
                 "Expected after loading a model; otherwise find out who writes them.",
-                int(self._seen),
+                count,
                 self._device,
             )
 

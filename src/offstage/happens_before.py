@@ -86,6 +86,7 @@ class Clocks:
     def __init__(self, checker: HappensBefore | None = None) -> None:
         self._checker = checker if checker is not None else HappensBefore()
         self._clocks: dict[str, Clock] = {}
+        self._alone = 0
 
     def work(
         self,
@@ -94,8 +95,15 @@ class Clocks:
         *,
         reads: Iterable[torch.Tensor] = (),
         writes: Iterable[torch.Tensor] = (),
+        ordered: bool = True,
     ) -> Clock:
-        """`lane` gets work that comes after the given moments; returns the moment it is done."""
+        """`lane` gets work that comes after the given moments; returns the moment it is done.
+
+        `ordered`: it also comes after what the lane got before.
+        """
+        if not ordered:
+            self._alone += 1
+            lane = f"{lane} ({self._alone})"
         clock = self._clocks.setdefault(lane, {lane: 0})
         for other in (self._clocks.get(HOST, {}), *after):  # whatever the host waited for lies before all it does next
             join(clock, other)
@@ -107,9 +115,11 @@ class Clocks:
         """`who` (the caller's stream, the host) goes on only after `moment`."""
         join(self._clocks.setdefault(who, {who: 0}), moment)
 
-    def wait_for_all(self, who: str, lanes: Iterable[str]) -> None:
-        for lane in lanes:
-            self.wait(who, self._clocks.get(lane, {}))
+    def wait_for_all(self, who: str, *, but: str) -> None:
+        """`who` goes on only after everything that any lane but one has been given."""
+        for lane, clock in list(self._clocks.items()):
+            if lane not in (who, but):
+                self.wait(who, clock)
 
 
 def _extent_bytes(tensor: torch.Tensor) -> int:

@@ -34,7 +34,7 @@ class HeldState(ParamState):
     """RESIDENT: one flat device tensor per key."""
     host: HostState | None = None
     index: int = 0
-    """STREAMED: its position in the host state's layout."""
+    """STREAMED, HOST: its position in the host state's layout."""
 
     def __post_init__(self) -> None:
         self._made_for = _kind(self.param)
@@ -125,7 +125,7 @@ class HeldState(ParamState):
         if unused:
             logger.info("%s: state %s is not used with these options and is not kept", self.name, unused)
         self.scalars = {
-            name: _scalar(name, value, self.rule.scalar_device(name, self.param, group))
+            name: _scalar(name, value, self._scalar_device(name, group))
             for name, value in values.items()
             if name not in names | self.rule.names
         }
@@ -137,6 +137,10 @@ class HeldState(ParamState):
         self.present = frozenset(names & values.keys())
         if values and {MASTER_KEY, MASTER_LOW_KEY} & names:
             self._load_master(values.get(MASTER_KEY))
+
+    def _scalar_device(self, name: str, group: dict[str, Any]) -> torch.device:
+        on_host = self.placement is Placement.HOST
+        return torch.device("cpu") if on_host else self.rule.scalar_device(name, self.param, group)
 
     def _load_master(self, master: torch.Tensor | None) -> None:
         # Without a master in the checkpoint the weight as it is now is the best there is.

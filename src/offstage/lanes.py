@@ -18,10 +18,13 @@ import contextvars
 import enum
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from offstage.host_threads import HostThreads, Slice
+from offstage.promises import Promise, promised_after
 
 Mark = Any
 """A point in a lane that others can wait for. Opaque; made by `submit` and `mark`."""
@@ -36,7 +39,14 @@ class Lane(enum.Enum):
     FETCH = "fetch"  # host → device copies; the link carries both directions at once only on two queues
     UPDATE = "update"  # the rules' arithmetic
     STORE = "store"  # device → host copies
+    LOWER = "lower"  # gradients and weights → host, for updates there; waits for host threads, so not the store lane
+    HOST = "host"  # updates on the host, by its threads
+    RAISE = "raise"  # updated weights → device; would queue behind fetches that were given before
     CALLER = "caller"  # the stream that is current where the call is made
+
+
+UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
+"""Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
 
 
 class Lanes(ABC):
@@ -45,6 +55,8 @@ class Lanes(ABC):
     device: torch.device
     checks = False
     """True where declared buffers are looked at: callers may skip collecting them otherwise."""
+    threads: HostThreads
+    """Who works on the host lane; set by whoever uses it."""
 
     @abstractmethod
     def submit(
@@ -57,6 +69,17 @@ class Lanes(ABC):
         writes: Buffers = (),
     ) -> Mark:
         """Queue `work` on `lane` behind the marks in `after` (reason → mark; `None` is nothing to wait for)."""
+
+    @abstractmethod
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        """Give `slices`, which may run at the same time, to the host's threads behind the marks in `after`."""
 
     @abstractmethod
     def mark(self) -> Mark:
@@ -124,8 +147,11 @@ class AcceleratorLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._streams = {lane: torch.Stream(device) for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE)}
+        queues = [lane for lane in Lane if lane not in (Lane.CALLER, Lane.HOST)]
+        self._streams: dict[Lane, torch.Stream] = {lane: torch.Stream(device) for lane in queues}
         self._allocated_on: dict[int, torch.Stream] = {}
+        self._promises: list[Promise] = []
+        """Of work that host threads have not given to its stream yet, and some that they have."""
 
     def submit(
         self,
@@ -136,22 +162,56 @@ class AcceleratorLanes(Lanes):
         reads: Buffers = (),
         writes: Buffers = (),
     ) -> Mark:
+        promises = [mark for mark in after.values() if isinstance(mark, Promise)]
+        if all(promise.is_over for promise in promises):
+            return self._submit(lane, work, after.values())
+        return self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, after.values())))
+
+    def _submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Mark | None]) -> torch.Event:
         stream = self._streams[lane]
-        for mark in after.values():
-            if mark is not None:
-                stream.wait_event(mark)
+        for mark in after:
+            if (event := _event(mark)) is not None:
+                stream.wait_event(event)
         with stream, _span(lane):
             work()
         return stream.record_event()
+
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        marks = list(after.values())
+
+        def wait() -> None:
+            for mark in marks:
+                if (event := _event(mark)) is not None:
+                    event.synchronize()
+
+        def give(promise: Promise) -> None:
+            self.threads.give(slices, wait=wait, done=lambda error: promise.fail(error) if error else promise.keep())
+
+        return self._promise([mark for mark in marks if isinstance(mark, Promise)], give)
+
+    def _promise(self, promises: Sequence[Promise], act: Callable[[Promise], None]) -> Promise:
+        self._promises = [promise for promise in self._promises if not promise.is_over]
+        made = promised_after(promises, act)
+        self._promises.append(made)
+        return made
 
     def mark(self) -> Mark:
         return self._caller().record_event()
 
     def wait(self, mark: Mark, reason: str) -> None:
-        self._caller().wait_event(mark)
+        if (event := _event(mark)) is not None:
+            self._caller().wait_event(event)
 
     def wait_on_host(self, mark: Mark, reason: str) -> None:
-        mark.synchronize()
+        if (event := _event(mark)) is not None:
+            event.synchronize()
 
     def here(self) -> Place:
         return self._caller()
@@ -174,17 +234,24 @@ class AcceleratorLanes(Lanes):
 
     def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
         # The allocator hands memory on in the order of the stream that allocated it: that one must wait.
-        self._allocated_on.pop(tensor.data_ptr()).wait_event(after)
+        event = _event(after)
+        assert event is not None
+        self._allocated_on.pop(tensor.data_ptr()).wait_event(event)
 
     def drop(self, tensor: torch.Tensor) -> None:
         self.follow(self._allocated_on.pop(tensor.data_ptr()))
 
     def synchronize(self, reason: str) -> None:
+        for promise in self._promises:
+            promise.wait()
         for stream in self._streams.values():
             stream.synchronize()
 
     def passed(self, mark: Mark) -> bool:
-        return bool(mark.query())
+        if isinstance(mark, Promise) and not mark.is_over:
+            return False
+        event = _event(mark)
+        return event is None or bool(event.query())
 
     def stamp(self, lane: Lane) -> Any:
         event = torch.Event(self.device, enable_timing=True)
@@ -218,6 +285,17 @@ class ImmediateLanes(Lanes):
         work()
         return None
 
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        self.threads.run(slices)
+        return None
+
     def mark(self) -> Mark:
         return None
 
@@ -244,6 +322,11 @@ class ImmediateLanes(Lanes):
 
     def elapsed_ms(self, start: float, stop: float) -> float:
         return (stop - start) * 1e3
+
+
+def _event(mark: Mark | None) -> torch.Event | None:
+    """What a stream can wait for; the host waits until there is one."""
+    return mark.mark() if isinstance(mark, Promise) else mark
 
 
 def _span(lane: Lane) -> contextlib.AbstractContextManager[Any]:

@@ -10,13 +10,14 @@ must be caught.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from offstage.happens_before import HOST, Clock, Clocks, HappensBefore
-from offstage.lanes import Buffers, Lane, Lanes
+from offstage.host_threads import Slice
+from offstage.lanes import UNORDERED, Buffers, Lane, Lanes
 
 _POISON_BYTE = 0xA5
 _CALLER = Lane.CALLER.value
@@ -73,8 +74,10 @@ class LazyLanes(Lanes):
         writes: Buffers = (),
     ) -> _Work:
         before = [mark for reason, mark in after.items() if mark is not None and self.waits.keeps(reason)]
-        clock = self._clocks.work(lane.value, [mark.clock for mark in before], reads=reads, writes=writes)
-        if lane in self._last:
+        ordered = lane not in UNORDERED
+        clocks = [mark.clock for mark in before]
+        clock = self._clocks.work(lane.value, clocks, reads=reads, writes=writes, ordered=ordered)
+        if lane in self._last and ordered:
             before.append(self._last[lane])
         item = _Work(lane, work, before, clock)
         self._last[lane] = item
@@ -82,6 +85,17 @@ class LazyLanes(Lanes):
         self.log.append(lane.value)
         self._run_some_early()
         return item
+
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, _Work | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> _Work:
+        order = self._random.sample(slices, len(slices))
+        return self.submit(Lane.HOST, lambda: _all(order), after=after, reads=reads, writes=writes)
 
     def mark(self) -> _Work:
         return _Work(Lane.CALLER, _nothing, [], self._clocks.work(_CALLER, []), done=True)
@@ -112,7 +126,7 @@ class LazyLanes(Lanes):
     def synchronize(self, reason: str) -> None:
         if self.waits.keeps(reason):
             self._force(list(self._pending))
-            self._clocks.wait_for_all(HOST, [lane.value for lane in self._last])
+            self._clocks.wait_for_all(HOST, but=_CALLER)
 
     def passed(self, mark: _Work) -> bool:
         if mark.done:
@@ -158,3 +172,8 @@ class LazyLanes(Lanes):
 
 def _nothing() -> None:
     pass
+
+
+def _all(slices: Sequence[Slice]) -> None:
+    for piece in slices:
+        piece()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -78,6 +79,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._group_number: dict[torch.Tensor, int] = {}
         self._moved_until = (0, 0)
         self.last_moved = (0, 0)
+        self._host_s_until: deque[float] = deque([0.0], maxlen=2)
         self._norm: Norm | None = None
         self._seen: torch.Tensor | None = None
         self.speculation = Speculation()
@@ -252,6 +254,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             weight=flat_like(param, param),
             grad=flat_like(param.grad, param),
             round=self._round,
+            on_host=held.placement is Placement.HOST,
         )
 
     def _options_of(self, number: int) -> dict[str, Any]:
@@ -282,6 +285,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._learn()
         before, self._moved_until = self._moved_until, self._places.moved_bytes()
         self.last_moved = (self._moved_until[0] - before[0], self._moved_until[1] - before[1])
+        self._host_s_until.append(sum(engine.host_busy_s for engine in self._engines.values()))
         self._prove_effect(turns)
 
     def _end_step(self, turns: list[Turn]) -> None:
@@ -319,13 +323,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _prove_effect(self, turns: list[Turn]) -> None:
         """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
-        streamed = [turn.of for turn in turns if self._held[turn.of.param].placement is Placement.STREAMED]
-        if streamed and not any(self.last_moved):
+        away = [turn.of for turn in turns if self._held[turn.of.param].placement is not Placement.RESIDENT]
+        if away and not any(self.last_moved):
             raise OffloadIneffectiveError(
-                f"{len(streamed)} parameters with state on the host had gradients (first: {streamed[0].name!r}), and "
+                f"{len(away)} parameters with state on the host had gradients (first: {away[0].name!r}), and "
                 "no byte moved in this step. This is a defect in offstage; please report it with the plan: "
                 f"{self.plan.summary()}"
             )
+
+    @property
+    def last_host_s(self) -> float:
+        """Seconds in which the CPU was updating, from the end of the step before the last to that of the last."""
+        return self._host_s_until[-1] - self._host_s_until[0]
 
     # For `overlap.py`
 
@@ -507,8 +516,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def check_not_lost(self) -> None:
         """Raise if weights and state are between two steps: nobody should train on, or save, that."""
-        if self._lost is not None:
-            raise StepLostError(self._lost)
+        for lost in (self._lost, *(engine.lost for engine in self._engines.values())):
+            if lost is not None:
+                raise StepLostError(lost)
 
     def drain_state(self) -> None:
         """The state on the host is about to be read, or written: it is the newest, and the only one."""

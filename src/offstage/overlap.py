@@ -354,7 +354,7 @@ class Overlap:
             if self._config.overlap_forward and not self._off and seen:
                 late.add(held)
                 held.param.grad = None
-            elif held.placement is Placement.STREAMED:
+            elif held.placement is not Placement.RESIDENT:
                 blind += 1
         self._report_blind(blind, len(late))
         return late

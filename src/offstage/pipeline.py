@@ -91,6 +91,8 @@ class HostState:
     layout: Layout
     arenas: dict[str, Arena]
     stored: dict[int, Mark] = field(default_factory=dict)
+    on_host: bool = False
+    """The CPU updates it where it is."""
     spare: dict[str, Arena] = field(default_factory=dict)
     """A second set, where speculative updates go (`speculation.py`)."""
 

@@ -18,7 +18,7 @@ from offstage.engine import Engine
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.layout import padded_bytes
-from offstage.plan import ParamSize, Placement, Plan, plan_placements, refuse_idle
+from offstage.plan import HOST_SLOTS, ParamSize, Placement, Plan, plan_placements, refuse_idle
 from offstage.rules import Rule
 
 Groups = Sequence[dict[str, Any]]
@@ -78,11 +78,13 @@ class Places:
 
     def _check_host_memory(self, plans: Sequence[Plan], wanted: Sequence[HeldState]) -> None:
         there = sum(self.size_of(held).padded_bytes for held in wanted if held.host is not None)
+        there += sum(engine.staging_bytes for engine in self.engines.values())
+        need = max(0, sum(plan.host_bytes for plan in plans) - there)
         sets = 2 if any(engine.host_side.has_spare for engine in self.engines.values()) else 1
         check_host_memory(
-            sets * (sum(plan.host_bytes for plan in plans) - there),
+            sets * need,
             None if self._config.host_budget is None else int(self._config.host_budget),
-            already_bytes=sum(engine.host_side.nbytes for engine in self.engines.values()),
+            already_bytes=sum(engine.host_bytes for engine in self.engines.values()),
         )
 
     def _build(
@@ -136,6 +138,8 @@ class Places:
             slots=self._config.slots * len(slots),
             slot_bytes=max(slots, default=0),
             window=self._config.window if slots else 0,
+            host_slots=HOST_SLOTS * sum(1 for engine in self.engines.values() if engine.staging_bytes),
+            host_slot_bytes=max((engine.host_side.staging_bytes for engine in self.engines.values()), default=0),
         )
 
     def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[HeldState]]]:

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter's state lives where. Pure: sizes and configuration in, plan out, the same answer every time."""
+"""Which parameter's state lives where. Pure: sizes and configuration in, plan out, the same answer every time.
+
+`plan_placements` turns settings into placements; `planner.py` finds the settings.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from offstage.config import OffloadConfig, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
+
+if TYPE_CHECKING:
+    from offstage.predict import Candidate, Prediction
 
 
 class Placement(enum.Enum):
@@ -39,6 +46,8 @@ class ParamSize:
     numel: int = 0
     weight_bytes: int = 0
     """Of the parameter itself, which is on the device; its gradient is as large."""
+    expert: bool = False
+    """Belongs to experts of a mixture: `World` divides it differently, and it moves only if it got a gradient."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +64,21 @@ class Plan:
     host_slots: int = 0
     host_slot_bytes: int = 0
     """At most this much per staging buffer on the host: weights and gradients of a chunk that the CPU updates."""
+    prediction: Prediction | None = field(default=None, compare=False)
+    """What `make_plan` expects of this plan."""
+    candidates: tuple[Candidate, ...] = field(default=(), compare=False)
+    """What `make_plan` considered, this plan included, and why it was not taken."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What the prediction assumes."""
 
     def bytes_of(self, placement: Placement) -> int:
         return sum(s.state_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is placement)
+
+    @property
+    def host_share(self) -> float:
+        """Share of the state that left the device which the CPU updates."""
+        off_device = self.bytes_of(Placement.HOST) + self.bytes_of(Placement.STREAMED)
+        return self.bytes_of(Placement.HOST) / off_device if off_device else 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -88,10 +109,22 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        rows = [f"{'parameter':<40} {'state':>12}  placement"]
-        for size, placement in zip(self.sizes, self.placements, strict=True):
-            rows.append(f"{size.name:<40} {format_size(size.state_bytes):>12}  {placement.value}")
-        return "\n".join([*rows, self.summary()])
+        from offstage.plan_text import plan_table
+
+        return plan_table(self)
+
+    def to_json(self) -> str:
+        """The whole plan as a JSON object."""
+        from offstage.plan_text import plan_to_json
+
+        return plan_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`."""
+        from offstage.plan_text import plan_from_json
+
+        return plan_from_json(text)
 
 
 def plan_placements(
@@ -130,7 +163,7 @@ def plan_placements(
         slot_bytes=_slot_bytes(streamed, chunk_bytes),
         window=config.window if streamed else 0,
         host_slots=HOST_SLOTS if on_host else 0,
-        host_slot_bytes=_host_slot_bytes([sizes[i] for i in on_host], chunk_bytes),
+        host_slot_bytes=host_slot_bytes([sizes[i] for i in on_host], chunk_bytes),
     )
 
 
@@ -139,8 +172,7 @@ def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapp
 
     They are spread evenly: host and device both work in the order of forward, so that neither holds up the other.
     """
-    share = {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
-    assert share is not None, "the planner chooses a share before parameters are placed"
+    share = _host_share(config)
     chosen, total, on_host = [], 0, 0.0
     for i, size in enumerate(sizes):
         placement = placed.get(i)
@@ -154,11 +186,21 @@ def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapp
     return chosen
 
 
-def _host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
-    """Weights and gradients of the largest chunk."""
-    whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
+def _host_share(config: OffloadConfig) -> float:
+    share = {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
+    assert share is not None, "the planner chooses a share before parameters are placed"
+    return share
+
+
+def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
+    """Weights and gradients of the largest chunk. A gradient may be wider than its weight: fp32."""
+
+    def staged(size: ParamSize) -> int:
+        return size.weight_bytes + max(4 * size.numel, size.weight_bytes)
+
+    whole = max((staged(size) for size in sizes if not size.splits), default=0)
     splits = [size for size in sizes if size.splits and size.padded_bytes]
-    per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
+    per_state_byte = max((staged(size) / size.padded_bytes for size in splits), default=0.0)
     return max(whole, int(per_state_byte * min(chunk_bytes, sum(size.padded_bytes for size in splits))))
 
 
@@ -183,7 +225,10 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
     budget = int(config.device_budget)
     if everything <= budget and config.fraction is None:
         return everything
-    window = int(config.window)  # the config refuses "auto" and "all" beside a budget
+    if _host_share(config) == 1.0:
+        slot_bytes = window = 0  # nothing comes back to the device
+    else:
+        window = int(config.window)  # the config refuses "auto" and "all" beside a budget
     staging = config.slots * slot_bytes + window
     also = f", a window of {format_size(window)}" if window else ""
     need = staging + kept

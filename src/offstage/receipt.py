@@ -24,21 +24,23 @@ class Receipt:
     steps: int
     """Steps counted so far."""
     bytes_fetched: int
-    """Host → device, in the last step."""
+    """Host → device, in the last step: state, and weights that the CPU has updated."""
     bytes_stored: int
-    """Device → host, in the last step."""
+    """Device → host, in the last step: state, and weights and gradients for updates by the CPU."""
     total_bytes_fetched: int
     total_bytes_stored: int
     device_state_bytes: int
     """State on the device now: resident state and slots."""
     host_state_bytes: int
-    """Arenas, alignment included."""
+    """Arenas, alignment included, and staging buffers."""
     lane_ms: dict[str, float] = field(default_factory=dict)
     """From the first gradient that was taken to the end of each lane's work, in the last step."""
+    host_update_ms: float | None = None
+    """For how long the CPU was updating, in the last step."""
     exposed_ms: float | None = None
     """How long the last step held up the caller's stream, wherever it waited."""
     hidden_ms: float | None = None
-    """How much of the transfers, at the link's measured rate, ran under something else."""
+    """How much of the transfers, at the link's measured rate, and of the CPU's updates ran under something else."""
     link_measured_gb_per_s: float | None = None
     """Each way with both directions busy, measured before the first step."""
     weights_written_by_others: int = 0
@@ -71,6 +73,8 @@ class Receipt:
         for lane, milliseconds in self.lane_ms.items():
             rate = f", {rates[lane]:.1f} GB/s" if lane in rates else ""
             rows.append((f"{lane} lane", f"{milliseconds:.2f} ms{rate}"))
+        if self.host_update_ms is not None:
+            rows.append(("updates on the host", f"{self.host_update_ms:.2f} ms"))
         if self.link_measured_gb_per_s:
             rows.append(("link, measured at start", f"{self.link_measured_gb_per_s:.1f} GB/s each way"))
         if self.exposed_ms is not None:
@@ -114,7 +118,7 @@ def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
     exposed = max(timer.exposed_ms(last=not late) for timer in timers) if times else None
     link = min((engine.link_gb_per_s for engine in engines if engine.link_gb_per_s), default=None)
     fetched, stored = optimizer.moved_bytes()
-    transfer = max(optimizer.last_moved) / link / 1e6 if link else None
+    transfer = max(max(optimizer.last_moved) / link / 1e6, 1e3 * optimizer.last_host_s) if link else None
     resident = sum(tensor.nbytes for held in optimizer.all_held() for tensor in held.resident.values())
     counters = [optimizer.rule.foreign_weights(engine.device) for engine in engines]
     return Receipt(
@@ -124,12 +128,15 @@ def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
         total_bytes_fetched=fetched,
         total_bytes_stored=stored,
         device_state_bytes=resident + sum(engine.slot_bytes for engine in engines),
-        host_state_bytes=sum(engine.host_side.nbytes for engine in engines),
+        host_state_bytes=sum(engine.host_bytes for engine in engines),
+        host_update_ms=1e3 * optimizer.last_host_s if any(engine.staging_bytes for engine in engines) else None,
         lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},
         exposed_ms=exposed,
         hidden_ms=None if transfer is None or exposed is None else max(0.0, transfer - exposed),
         link_measured_gb_per_s=link,
-        weights_written_by_others=sum(int(counter) for counter in counters if counter is not None),
+        weights_written_by_others=(
+            sum(int(counter) for counter in counters if counter is not None) + optimizer.rule.foreign_on_host
+        ),
         skipped_steps=optimizer.skipped_steps,
         speculation_hits=optimizer.speculation.hits,
         speculation_misses=optimizer.speculation.misses,
@@ -173,7 +180,7 @@ class StepTimer:
         self._waits.append((before, self._lanes.stamp(Lane.CALLER)))
 
     def stop(self) -> None:
-        self._stops = {lane: self._lanes.stamp(lane) for lane in Lane if lane is not Lane.CALLER}
+        self._stops = {lane: self._lanes.stamp(lane) for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE)}
 
     def read(self) -> dict[Lane, float]:
         """Milliseconds from the start to each lane's end; empty before the first step."""

@@ -19,9 +19,11 @@ class Pending:
 
     turn: Turn
     updated: Mark
-    """Its last update."""
+    """Its last update on the device."""
     order: int
-    """Updates follow each other on one lane: whoever has waited for a larger number has waited for this one."""
+    """These follow each other on one lane: whoever has waited for a larger number has waited for this one."""
+    raised: list[Mark]
+    """Updated on the host: when each of its pieces is on the device again. Nothing orders these."""
     place: Place
     """The stream in whose order the gradient's memory goes back."""
     lent: torch.Tensor | None
@@ -38,6 +40,8 @@ class Round:
     """Taken and not settled yet."""
     left: dict[HeldState, int] = field(default_factory=dict)
     """Chunks that have still to be updated."""
+    raised: dict[HeldState, list[Mark]] = field(default_factory=dict)
+    """Updated on the host: its pieces so far."""
     done: set[tuple[Chunk, Piece]] = field(default_factory=set)
     """Pieces that have been updated."""
     carried: set[tuple[Chunk, Piece]] = field(default_factory=set)
@@ -52,5 +56,5 @@ class Round:
 
     def forget(self, held: HeldState) -> None:
         """It was not taken after all."""
-        for taken in (self.ready, self.left, self.places, self.kept, self.lent):
+        for taken in (self.ready, self.left, self.raised, self.places, self.kept, self.lent):
             taken.pop(held, None)  # type: ignore[attr-defined]

@@ -116,9 +116,10 @@ class Speculation:
     def arm(self, engines: Sequence[Engine], host_budget: int | None) -> None:
         """The loop clips: from the next round on updates in backward are speculative, if the host has the memory."""
         self.clips = True
-        need = sum(engine.host_side.nbytes for engine in engines)
+        need = sum(engine.host_side.streamed_bytes for engine in engines)
+        used = sum(engine.host_bytes for engine in engines)
         try:
-            check_host_memory(need, host_budget, already_bytes=need)
+            check_host_memory(need, host_budget, already_bytes=used)
             logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
             for engine in engines:
                 engine.host_side.add_spare()

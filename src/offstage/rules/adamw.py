@@ -6,7 +6,9 @@ Triton for accelerator tensors, numba for host tensors; both give the bits of `t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import threading
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +22,9 @@ from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, Par
 
 _PRINTS = 256  # fingerprints allocated at once
 _ROWS = 8  # coefficients for as many (group, step) at first
+_SLICE = 1 << 19  # elements that one thread updates at a time: about two milliseconds
+
+_Cells = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class AdamRule(Rule):
@@ -32,6 +37,7 @@ class AdamRule(Rule):
         self._config = config
         self._decoupled = decoupled
         self._scratch: dict[torch.device, _Scratch] = {}
+        self._counting = threading.Lock()
 
     def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -68,6 +74,9 @@ class AdamRule(Rule):
         """Bias corrections and lr are turned into coefficients here, on the device, one row per (group, step)."""
         scratch = self._scratch_of(device)
         scratch.follow(turns[0].round)
+        for turn in turns:
+            if turn.on_host and turn.of.master_kind == "split":
+                scratch.observe(turn)
         groups = {(turn.group_number, turn.step): turn.group for turn in turns}
         new = [key for key in groups if key not in scratch.rows]
         if not new:
@@ -86,6 +95,8 @@ class AdamRule(Rule):
                 for key in new
             ],
         )
+        if any(turn.on_host for turn in turns):
+            scratch.lower_rows()
 
     def update(self, shares: Sequence[Share]) -> None:
         for share in shares:
@@ -122,6 +133,50 @@ class AdamRule(Rule):
         )
         if prints is not None and turn.updated == turn.weight.numel():
             scratch.kernels.fingerprint(turn.weight, prints[0])
+
+    def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
+        return [
+            functools.partial(self._run, once, start, min(start + _SLICE, share.stop - share.start))
+            for share in shares
+            for once in (_Once(functools.partial(self._prepare, share)),)
+            for start in range(0, share.stop - share.start, _SLICE)
+        ]
+
+    def _prepare(self, share: Share) -> Callable[[int, int], int]:
+        """The update of `share` on the host. The coefficients are the device's own floats."""
+        from offstage.rules import adamw_host
+
+        turn, state, group = share.turn, share.state, share.turn.group
+        scratch = self._scratch_of(turn.of.param.device)
+        kind = turn.of.master_kind
+        return adamw_host.prepare(
+            share.weight,
+            share.grad,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            state["max_exp_avg_sq"] if group["amsgrad"] else None,
+            state.get(MASTER_KEY, state.get(MASTER_LOW_KEY)),
+            master_kind=kind,
+            coefficients=scratch.host_row(turn),
+            prints=scratch.host_prints(turn.of)[:2] if kind == "split" else None,
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
+            maximize=bool(group["maximize"]),
+            decoupled=bool(self._decoupled or group["decoupled_weight_decay"]),
+            fresh=turn.fresh,
+        )
+
+    def _run(self, piece: _Once, start: int, stop: int) -> None:
+        if foreign := piece()(start, stop):
+            with self._counting:
+                self.foreign_on_host += foreign
+
+    def raised(self, device: torch.device, turn: Turn) -> None:
+        if turn.of.master_kind == "split":
+            scratch = self._scratch_of(device)
+            scratch.kernels.fingerprint(turn.weight, scratch.prints(turn.of)[0])
 
     def finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
@@ -173,7 +228,11 @@ class AdamRule(Rule):
 
 
 class _Scratch:
-    """A device's few numbers: written and read on its update lane only, so the lane's order guards them."""
+    """A device's few numbers: written and read on its update lane only, so the lane's order guards them.
+
+    What updates on the host need of them is copied down on the same lane, when a round begins (`lower_rows`,
+    `observe`), before any of its gradients come down.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -186,15 +245,16 @@ class _Scratch:
         self._coefficients = torch.empty(_ROWS, 3, dtype=torch.float32, device=device)
         self._inputs = torch.empty(5, _ROWS, dtype=torch.float32, device=device)
         self._unused_prints: list[torch.Tensor] = []
-        self._prints: WeakKeyDictionary[ParamState, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = (
-            WeakKeyDictionary()
-        )
+        self._prints: WeakKeyDictionary[ParamState, _Cells] = WeakKeyDictionary()
+        self._host_rows: dict[tuple[int, int], torch.Tensor] = {}
+        self._unused_host_prints: list[torch.Tensor] = []
+        self._host_prints: WeakKeyDictionary[ParamState, _Cells] = WeakKeyDictionary()
 
     def follow(self, round: int) -> None:
         """Rows are of one step: the next one begins with none."""
         if round != self._round:
             self._round = round
-            self.rows = {}
+            self.rows, self._host_rows = {}, {}
 
     def add_rows(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Room for the coefficients of `keys`. Grows rarely: groups usually step together."""
@@ -212,14 +272,64 @@ class _Scratch:
             self._inputs = torch.empty(5, 2 * count, dtype=torch.float32, device=self.device)
         return self._inputs
 
-    def prints(self, state: ParamState) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def prints(self, state: ParamState) -> _Cells:
         """Fingerprints of one parameter's weight: (expected, observed, expected before a speculative update)."""
         if state not in self._prints:
             if not self._unused_prints:  # many at once: the allocator takes 512 bytes for a tensor of 24
                 self._unused_prints = list(torch.zeros(_PRINTS, 3, dtype=torch.int64, device=self.device))
-            cells = self._unused_prints.pop()
-            self._prints[state] = (cells[:1], cells[1:2], cells[2:])
+            self._prints[state] = _cells(self._unused_prints.pop())
         return self._prints[state]
+
+    # For updates on the host
+
+    def lower_rows(self) -> None:
+        """Rows that are new, as they are on the device."""
+        new = [key for key in self.rows if key not in self._host_rows]
+        if self.device.type == "cpu":
+            self._host_rows = self.rows
+        elif new:
+            # Pinned memory of a step before may still be written to, so each has its own; torch reuses the memory.
+            table = torch.empty(len(new), 3, dtype=torch.float32, pin_memory=True)
+            table.copy_(torch.stack([self.rows[key] for key in new]), non_blocking=True)
+            self._host_rows.update(zip(new, table, strict=True))
+
+    def host_row(self, turn: Turn) -> torch.Tensor:
+        return self._host_rows[turn.group_number, turn.step]
+
+    def observe(self, turn: Turn) -> None:
+        """Take the fingerprint of the weight as it is now, and bring it to the host with the expected one."""
+        expected, observed, _ = self.prints(turn.of)
+        if turn.weight.numel():
+            self.kernels.fingerprint(turn.weight, observed)
+        for cell, host in zip((expected, observed), self.host_prints(turn.of), strict=False):
+            host.copy_(cell, non_blocking=True)
+
+    def host_prints(self, state: ParamState) -> _Cells:
+        if state not in self._host_prints:
+            if not self._unused_host_prints:
+                pin = self.device.type != "cpu"
+                self._unused_host_prints = list(torch.zeros(_PRINTS, 3, dtype=torch.int64, pin_memory=pin))
+            self._host_prints[state] = _cells(self._unused_host_prints.pop())
+        return self._host_prints[state]
+
+
+class _Once:
+    """Prepared by the first of several threads: not before the round has begun on its lane."""
+
+    def __init__(self, prepare: Callable[[], Callable[[int, int], int]]) -> None:
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._piece: Callable[[int, int], int] | None = None
+
+    def __call__(self) -> Callable[[int, int], int]:
+        with self._lock:
+            if self._piece is None:
+                self._piece = self._prepare()
+            return self._piece
+
+
+def _cells(row: torch.Tensor) -> _Cells:
+    return row[:1], row[1:2], row[2:]
 
 
 def _kernels_for(device: torch.device) -> ModuleType:

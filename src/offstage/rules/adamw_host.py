@@ -7,7 +7,7 @@ unsigned integers over sliced arrays: with signed ones LLVM does not vectorise t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -126,10 +126,35 @@ def _rounded_to_dtype(array, x):
 
 @numba.njit(nogil=True, cache=True, error_model="numpy")
 def _update(
+    start, stop, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, expected, observed, fresh,
+    coefficients, beta1, beta2, weight_decay, eps, maximize, decoupled,
+):  # fmt: skip
+    """One pass over elements `[start, stop)`. Returns how many of the weights someone else has written."""
+    weight, grad = weight[start:stop], grad[start:stop]
+    exp_avg, exp_avg_sq = exp_avg[start:stop], exp_avg_sq[start:stop]
+    max_exp_avg_sq = max_exp_avg_sq[start:stop] if max_exp_avg_sq is not None else None
+    master = master[start:stop] if master is not None else None
+    low = low[start:stop] if low is not None else None
+    rewritten = expected[0] != observed[0] if expected is not None else False
+    refresh = fresh or rewritten
+    lr_decay, step_size, bias_correction2_sqrt = coefficients[0], coefficients[1], coefficients[2]
+    beta1, beta2 = np.float32(beta1), np.float32(beta2)
+    weight_decay, eps = np.float32(weight_decay), np.float32(eps)
+    not_ours = _pass(
+        weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, refresh,
+        lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
+    )  # fmt: skip
+    if fresh:
+        return np.int64(0)
+    return np.int64(weight.size) if rewritten else not_ours
+
+
+@numba.njit(nogil=True, error_model="numpy")
+def _pass(
     weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, refresh,
     lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
 ):  # fmt: skip
-    """One pass over a piece. Returns how many weights were not the rounded master (fp32 masters only)."""
+    """Returns how many weights were not the rounded master (fp32 masters only)."""
     decay = weight_decay != np.float32(0)
     foreign = np.int64(0)
     for i in range(np.uint64(weight.size)):
@@ -187,7 +212,7 @@ def _fingerprint(weight):
     return np.int64(total)
 
 
-def update(
+def prepare(
     weight: torch.Tensor,
     grad: torch.Tensor,
     exp_avg: torch.Tensor,
@@ -197,8 +222,7 @@ def update(
     *,
     master_kind: str | None,
     coefficients: torch.Tensor,
-    prints: tuple[torch.Tensor, torch.Tensor] | None,
-    foreign: torch.Tensor,
+    prints: Sequence[torch.Tensor] | None,
     beta1: float,
     beta2: float,
     weight_decay: float,
@@ -206,37 +230,54 @@ def update(
     maximize: bool,
     decoupled: bool,
     fresh: bool,
-) -> None:
-    """One piece of one parameter: weight, moments and master in place."""
-    w = array_of(weight)
-    fp32_master = array_of(master) if master_kind == "fp32" else None
-    low = array_of(master).view(np.uint16) if master_kind == "split" else None
-    refresh = fresh
-    if prints is not None and not fresh and int(prints[0]) != int(prints[1]):
-        refresh = True
-        foreign += weight.numel()
-    lr_decay, step_size, bias_correction2_sqrt = (np.float32(x) for x in coefficients.tolist())
-    not_ours = _update(
-        w,
+) -> Callable[[int, int], int]:
+    """A function that updates elements `[start, stop)` of these tensors in place, in any thread.
+
+    It returns how many of the weights someone else has written. Threads take turns with everything but the pass
+    itself, so all that can be done before is done here. `coefficients` and `prints` are read when it is called.
+    """
+    arguments = (
+        array_of(weight),
         array_of(grad),
         array_of(exp_avg),
         array_of(exp_avg_sq),
         array_of(max_exp_avg_sq) if max_exp_avg_sq is not None else None,
-        fp32_master,
-        low,
-        refresh,
-        lr_decay,
-        step_size,
-        bias_correction2_sqrt,
-        np.float32(beta1),
-        np.float32(beta2),
-        np.float32(weight_decay),
-        np.float32(eps),
+        array_of(master) if master_kind == "fp32" else None,
+        array_of(master).view(np.uint16) if master_kind == "split" else None,
+        array_of(prints[0]) if prints is not None else None,
+        array_of(prints[1]) if prints is not None else None,
+        fresh,
+        array_of(coefficients),
+        beta1,
+        beta2,
+        weight_decay,
+        eps,
         maximize,
         decoupled,
     )
-    if not fresh:
-        foreign += int(not_ours)
+    return lambda start, stop: int(_update(start, stop, *arguments))
+
+
+def update(
+    weight: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    max_exp_avg_sq: torch.Tensor | None,
+    master: torch.Tensor | None,
+    *,
+    foreign: torch.Tensor | None,
+    **options: Any,
+) -> int:
+    """One piece of one parameter: weight, moments and master in place.
+
+    Returns how many weights someone else has written, and adds it to `foreign`.
+    """
+    piece = prepare(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, **options)
+    found = piece(0, weight.numel())
+    if foreign is not None:
+        foreign += found
+    return found
 
 
 def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperparameters]) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,8 +75,10 @@ class Turn:
     """All of the parameter and of its gradient, flat, in the parameter's memory order."""
     round: int = 0
     """Which step of the optimizer, counting those that were taken back."""
+    on_host: bool = False
+    """The CPU updates it."""
     updated: int = 0
-    """How many elements have been updated; counted on the update lane."""
+    """How many elements have been updated, or raised; counted on the lane that does it."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """What the update made of the parameter's scalars."""
     created: frozenset[str] = frozenset()
@@ -85,20 +87,22 @@ class Turn:
 
 @dataclass(eq=False)
 class Share:
-    """A piece of one parameter with everything its update needs. All tensors are flat and on one device."""
+    """A piece of one parameter with everything its update needs. All tensors are flat and in one place."""
 
     turn: Turn
     start: int
     stop: int
     state: dict[str, torch.Tensor]
+    lowered: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Weight and gradient of the piece on the host, if it is updated there."""
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.turn.weight[self.start : self.stop]
+        return self.turn.weight[self.start : self.stop] if self.lowered is None else self.lowered[0]
 
     @property
     def grad(self) -> torch.Tensor:
-        return self.turn.grad[self.start : self.stop]
+        return self.turn.grad[self.start : self.stop] if self.lowered is None else self.lowered[1]
 
     @property
     def first(self) -> bool:
@@ -110,7 +114,10 @@ class Share:
 
 
 class Rule(ABC):
-    """One optimizer family. `begin` and `update` run on the update lane."""
+    """One optimizer family. `begin` and `update` run on the update lane, `slices` in threads of the host."""
+
+    foreign_on_host = 0
+    """How many weights someone else wrote, as seen by updates on the host."""
 
     names: frozenset[str] = frozenset({MASTER_KEY})
     """Everything this family may keep per element under any options, and masters."""
@@ -131,6 +138,13 @@ class Rule(ABC):
     @abstractmethod
     def update(self, shares: Sequence[Share]) -> None:
         """Update weights and state in place."""
+
+    @abstractmethod
+    def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
+        """The update of `shares`, whose weights and gradients are on the host, in parts for threads to share."""
+
+    def raised(self, device: torch.device, turn: Turn) -> None:  # noqa: B027
+        """After the last update of `turn` on the host, on a lane of `device`: its weight is there again."""
 
     @abstractmethod
     def finish(self, turns: Sequence[Turn]) -> None:

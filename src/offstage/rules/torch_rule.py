@@ -8,6 +8,7 @@ hooks do not fire, because they belong to the outer step.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,7 +115,7 @@ class TorchRule(Rule):
         targets = [self._prepare(share, inner_state) for share in shares]
         for share, target in zip(shares, targets, strict=True):
             number = share.turn.group_number
-            groups.setdefault(number, {**share.turn.group, "params": []})["params"].append(target)
+            groups.setdefault(number, _options(share))["params"].append(target)
         self._inner.state = inner_state
         self._inner.param_groups = list(groups.values())
         # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
@@ -122,6 +123,10 @@ class TorchRule(Rule):
         for share, target in zip(shares, targets, strict=True):
             self._collect(share, target, inner_state[target])
         self._inner.state, self._inner.param_groups = defaultdict(dict), []
+
+    def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
+        # torch has threads of its own for the elements of a tensor.
+        return [functools.partial(self.update, shares)]
 
     def finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
@@ -146,7 +151,7 @@ class TorchRule(Rule):
         weight, grad = share.weight, share.grad
         if MASTER_KEY in share.state:
             master = share.state[MASTER_KEY]
-            self._refresh(master, weight, fresh=turn.fresh)
+            self._refresh(master, weight, share)
             weight = master
         target = _shaped(share, weight.detach())
         target.grad = _shaped(share, grad.to(target.dtype))
@@ -173,12 +178,14 @@ class TorchRule(Rule):
         if masters:
             share.weight.copy_(share.state[MASTER_KEY])
 
-    def _refresh(self, master: torch.Tensor, weight: torch.Tensor, *, fresh: bool) -> None:
+    def _refresh(self, master: torch.Tensor, weight: torch.Tensor, share: Share) -> None:
         """Where the weight is no longer the rounded master, the weight wins ([Note: who wrote the weight])."""
         same_bits = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
         foreign = ~(same_bits | (master.isnan() & weight.isnan()))
         master.copy_(torch.where(foreign, weight.to(torch.float32), master))
-        if not fresh:
+        if share.lowered is not None:
+            self.foreign_on_host += 0 if share.turn.fresh else int(foreign.sum())
+        elif not share.turn.fresh:
             counter = self._foreign.get(weight.device)
             if counter is None:
                 counter = self._foreign[weight.device] = torch.zeros(1, dtype=torch.int64, device=weight.device)
@@ -192,6 +199,17 @@ def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:
     inner.__dict__.pop("step", None)  # schedulers wrap the instance's step
     inner.state, inner.param_groups = defaultdict(dict), []
     return inner
+
+
+def _options(share: Share) -> Group:
+    """The group's hyperparameters for the inner optimizer; on the host, without what only a device can do."""
+    group: Group = {**share.turn.group, "params": []}
+    if share.lowered is not None:
+        if group.get("capturable"):
+            group["capturable"] = False
+        if isinstance(group.get("lr"), torch.Tensor):
+            group["lr"] = group["lr"].to("cpu")
+    return group
 
 
 def _shaped(share: Share, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HostThreads`: the CPU's threads for updates on the host. Used by `lanes.py`.
+
+A job is a list of slices that may run at the same time, and something it has to wait for first. Jobs begin in the
+order in which they were given; a thread that finds no slice left in one goes on to the next, so that nobody idles at
+the end of a chunk. Slices release the GIL for nearly all of their time, so threads of Python are enough.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+Slice = Callable[[], None]
+Done = Callable[[BaseException | None], None]
+
+
+@dataclass(eq=False)
+class _Job:
+    slices: Sequence[Slice]
+    wait: Callable[[], None]
+    done: Done
+    taken: int = 0
+    left: int = field(init=False)
+    asked: bool = False
+    """A thread is waiting for what the job waits for."""
+    ready: bool = False
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.left = len(self.slices)
+
+
+class HostThreads:
+    """Threads that start with the first job and end when this object is dropped."""
+
+    def __init__(self, num_threads: int, cpus: Collection[int] | None = None) -> None:
+        """`cpus`: where the threads may run, if not everywhere."""
+        self.num_threads = num_threads
+        self._queue = _Queue()
+        self._cpus = cpus
+        self._started = False
+        # Threads hold the queue, not this object: dropping it ends them.
+        weakref.finalize(self, self._queue.close)
+
+    @property
+    def busy_s(self) -> float:
+        """For how long any slice was running, so far."""
+        return self._queue.busy_s
+
+    def give(self, slices: Sequence[Slice], *, wait: Callable[[], None], done: Done) -> None:
+        """Run `slices` after `wait` has returned; then `done`, in one of the threads, with the error if there is one.
+
+        Returns at once.
+        """
+        self._start()
+        self._queue.add(_Job(slices, wait, done))
+
+    def run(self, slices: Sequence[Slice]) -> None:
+        """Run `slices` and return when they are done."""
+        if self.num_threads == 1 or len(slices) == 1:
+            with self._queue.busy():
+                for piece in slices:
+                    piece()
+            return
+        over = threading.Event()
+        errors: list[BaseException | None] = []
+
+        def done(error: BaseException | None) -> None:
+            errors.append(error)
+            over.set()
+
+        self.give(slices, wait=_nothing, done=done)
+        over.wait()
+        if errors[0] is not None:
+            raise errors[0]
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            for number in range(self.num_threads):
+                # Daemons: whoever needs the work waits for it; an exiting interpreter does not wait for idle threads.
+                threading.Thread(
+                    target=_work, args=(self._queue, self._cpus), name=f"offstage-host-{number}", daemon=True
+                ).start()
+
+
+class _Queue:
+    """Jobs, and who does what of them."""
+
+    def __init__(self) -> None:
+        self.busy_s = 0.0
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._running = 0
+        self._since = 0.0
+
+    def add(self, job: _Job) -> None:
+        with self._changed:
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def next(self) -> tuple[_Job, int | None] | None:
+        """A slice to run; or `None` in its place: wait for what the job waits for. `None`: there will be no more."""
+        with self._changed:
+            while True:
+                job = self._jobs[0] if self._jobs else None
+                if job is not None and job.ready:
+                    index, job.taken = job.taken, job.taken + 1
+                    if job.taken == len(job.slices):
+                        self._jobs.popleft()
+                    self._begin()
+                    return job, index
+                if job is not None and not job.asked:
+                    job.asked = True
+                    return job, None
+                if job is None and self._closed:
+                    return None
+                self._changed.wait()
+
+    def is_ready(self, job: _Job, error: BaseException | None) -> None:
+        """What `job` waited for is there; with an error none of its slices run."""
+        with self._changed:
+            job.ready, job.error = True, error
+            if error is not None or not job.slices:
+                self._jobs.remove(job)
+            self._changed.notify_all()
+        if error is not None or not job.slices:
+            job.done(error)
+
+    def is_run(self, job: _Job, error: BaseException | None) -> None:
+        with self._changed:
+            self._end()
+            job.left -= 1
+            job.error = job.error or error
+            over = job.left == 0
+        if over:
+            job.done(job.error)
+
+    def busy(self) -> _Busy:
+        return _Busy(self)
+
+    def _begin(self) -> None:
+        if self._running == 0:
+            self._since = time.perf_counter()
+        self._running += 1
+
+    def _end(self) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self.busy_s += time.perf_counter() - self._since
+
+
+class _Busy:
+    """A slice runs within, in the caller's own thread."""
+
+    def __init__(self, queue: _Queue) -> None:
+        self._queue = queue
+
+    def __enter__(self) -> None:
+        with self._queue._changed:
+            self._queue._begin()
+
+    def __exit__(self, *_: object) -> None:
+        with self._queue._changed:
+            self._queue._end()
+
+
+def _work(queue: _Queue, cpus: Collection[int] | None) -> None:
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)  # of this thread
+    while (found := queue.next()) is not None:
+        job, index = found
+        error: BaseException | None = None
+        try:
+            if index is None:
+                job.wait()
+            else:
+                job.slices[index]()
+        except BaseException as raised:  # whoever waits for the job is told
+            error = raised
+        if index is None:
+            queue.is_ready(job, error)
+        else:
+            queue.is_run(job, error)
+        del job, found  # an idle thread keeps nothing alive
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Promise`: a mark of work that no stream has been given yet, because host threads must come so far first.
+
+A stream cannot wait for the host, so work that follows an update on the host is given to its stream by the host thread
+that ends the update. Until then its mark is a promise. Used by `lanes.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class Promise:
+    """Kept once, with the mark that was promised (`None`: nothing is left to wait for), or broken by an error."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._then: list[Callable[[], None]] = []
+        self._mark: Any = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def keep(self, mark: Any = None) -> None:
+        self._end(mark, None)
+
+    def fail(self, error: BaseException) -> None:
+        self._end(None, error)
+
+    def mark(self) -> Any:
+        """The mark, as soon as there is one: the host waits. Raises what broke the promise."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._mark
+
+    def wait(self) -> None:
+        """Wait until it is kept or broken."""
+        self._over.wait()
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Call `act` when this is over: now, or later in the thread that ends it."""
+        with self._lock:
+            if not self._over.is_set():
+                self._then.append(act)
+                return
+        act()
+
+    def _end(self, mark: Any, error: BaseException | None) -> None:
+        with self._lock:
+            self._mark, self._error = mark, error
+            then, self._then = self._then, []
+            self._over.set()
+        for act in then:
+            act()
+
+
+def promised_after(promises: Iterable[Promise], act: Callable[[Promise], None]) -> Promise:
+    """A promise that `act` keeps; it is called when all `promises` are over, and what it raises breaks the promise."""
+    result = Promise()
+    open_ones = [promise for promise in promises if not promise.is_over]
+    lock = threading.Lock()
+    left = len(open_ones)
+
+    def one_is_over() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            run()
+
+    def run() -> None:
+        try:
+            act(result)
+        except BaseException as error:
+            result.fail(error)
+
+    if not open_ones:
+        run()
+    for promise in open_ones:
+        promise.then(one_is_over)
+    return result
