@@ -2,12 +2,15 @@
 """Plans: fractions met to within one parameter, budgets kept, the same answer every time."""
 
 import pytest
+import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError, OffloadIneffectiveError
-from offstage.plan import ParamSize, Placement, plan_placements, refuse_idle
+from offstage.host_trips import slot_bytes_of
+from offstage.layout import make_layout
+from offstage.plan import HOST_CHUNK, ParamSize, Placement, plan_placements, refuse_idle
 
 SIZES = st.lists(st.integers(0, 5_000_000), min_size=1, max_size=40)
 
@@ -53,6 +56,48 @@ def test_more_budget_never_keeps_less(numbers, budget, more):
         return plan_placements(sizes_of(numbers), config).bytes_of(Placement.RESIDENT)
 
     assert resident(budget + more) >= resident(budget)
+
+
+@given(SIZES, st.floats(0.0, 1.0))
+def test_the_cpus_share_is_met_to_within_one_parameter(numbers, share):
+    plan = plan_placements(sizes_of(numbers), OffloadConfig(host_fraction=share, min_bytes=0))
+    on_host, total = plan.bytes_of(Placement.HOST), sum(numbers)
+    assert abs(on_host - share * total) <= max(numbers)
+    assert plan.bytes_of(Placement.RESIDENT) == 0
+    assert plan.slots == (3 if Placement.STREAMED in plan.placements else 0)
+    assert bool(plan.host_slots) == (Placement.HOST in plan.placements)
+
+
+def test_the_cpus_share_is_spread_over_the_model():
+    plan = plan_placements(sizes_of([100_000] * 8), OffloadConfig(host_fraction=0.5))
+    assert [p.value for p in plan.placements] == ["host", "streamed"] * 4
+
+
+def test_updates_on_the_host_need_no_slots_in_the_budget():
+    config = OffloadConfig(update_on="host", device_budget=500_000, min_bytes=0)
+    plan = plan_placements(sizes_of([250_000] * 4), config)
+    assert plan.bytes_of(Placement.RESIDENT) == 500_000
+    assert (plan.slots, plan.window, plan.device_bytes) == (0, 0, 500_000)
+    same = OffloadConfig(host_fraction=1.0, device_budget=500_000, min_bytes=0, window="1GiB")
+    assert plan_placements(sizes_of([250_000] * 4), same) == plan
+
+
+def test_staging_on_the_host_holds_weights_and_gradients_of_a_chunk():
+    params = [torch.empty(n, dtype=torch.bfloat16) for n in (700_000, 300_000)]
+    sizes = [
+        ParamSize(f"p{i}", "cpu", 12 * p.numel(), 12 * p.numel(), True, numel=p.numel(), weight_bytes=p.nbytes)
+        for i, p in enumerate(params)
+    ]
+    config = OffloadConfig(update_on="host", chunk_bytes="1MiB")
+    layout = make_layout(
+        [{"state": p.numel()} for p in params],
+        {"state": 12},
+        [p.numel() for p in params],
+        chunk_bytes=HOST_CHUNK << 20,
+        split=True,
+    )
+    needed = max(slot_bytes_of(chunk, params) for chunk in layout.chunks)
+    assert plan_placements(sizes, config).host_slot_bytes == pytest.approx(needed, rel=0.001)
 
 
 def test_small_parameters_stay():

@@ -18,7 +18,7 @@ from offstage.host_memory import Arena
 from offstage.host_trips import slot_bytes_of
 from offstage.layout import Chunk, Layout, Piece, make_layout
 from offstage.pipeline import HostState
-from offstage.plan import Placement
+from offstage.plan import HOST_CHUNK, Placement
 from offstage.rules.rule import Rule
 
 Member = tuple[HostState, list[HeldState], Chunk]
@@ -57,7 +57,7 @@ class HostSide:
             [{key.name: key.numel(held.param) for key in held.keys} for held in members],
             {key.name: key.dtype.itemsize for key in keys},
             [held.param.numel() for held in members],
-            chunk_bytes=int(self._config.chunk_bytes),
+            chunk_bytes=int(self._config.chunk_bytes) * (HOST_CHUNK if on_host else 1),
             split=self._rule.splits(torch.device("cpu") if on_host else self._device),
         )
         # What the CPU updates never travels, so the accelerator need not know its memory.

@@ -68,6 +68,7 @@ class HostTrips:
 
     def send(self, host: HostState, pieces: Sequence[tuple[Piece, Turn]], begun: Mark) -> Mark:
         """Send `pieces` of one chunk on their trip. Returns the mark after which their weights are up again."""
+        self.prepare(_staged_bytes(pieces))  # gradients may be wider than their weights
         slot = self._slots.popleft()
         shares = _stage(host, pieces, slot.buffer.flat)
         down, up = _copies(shares)
@@ -109,9 +110,16 @@ class HostTrips:
 
 
 def slot_bytes_of(chunk: Chunk, params: Sequence[torch.Tensor]) -> int:
-    """What `chunk`, of these parameters, takes in a staging buffer. A gradient may be wider than its weight: fp32."""
-    numels = [(piece.stop - piece.start, params[piece.index]) for piece in chunk.pieces]
-    return sum(_aligned(n * param.itemsize) + _aligned(n * max(4, param.itemsize)) for n, param in numels)
+    """What `chunk`, of these parameters, takes in a staging buffer, if gradients are in their parameters' format."""
+    return sum(2 * _aligned((piece.stop - piece.start) * params[piece.index].itemsize) for piece in chunk.pieces)
+
+
+def _staged_bytes(pieces: Sequence[tuple[Piece, Turn]]) -> int:
+    return sum(
+        _aligned((piece.stop - piece.start) * tensor.itemsize)
+        for piece, turn in pieces
+        for tensor in (turn.weight, turn.grad)
+    )
 
 
 def _stage(host: HostState, pieces: Sequence[tuple[Piece, Turn]], buffer: torch.Tensor) -> list[Share]:

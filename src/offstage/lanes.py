@@ -18,6 +18,7 @@ import contextvars
 import enum
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -45,6 +46,8 @@ class Lane(enum.Enum):
     CALLER = "caller"  # the stream that is current where the call is made
 
 
+_MOST_UNDER_WAY = 64
+"""Pieces of work in one lane's queue. The driver has room for about a thousand operations; a piece is about eight."""
 UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
 """Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
 
@@ -150,6 +153,7 @@ class AcceleratorLanes(Lanes):
         queues = [lane for lane in Lane if lane not in (Lane.CALLER, Lane.HOST)]
         self._streams: dict[Lane, torch.Stream] = {lane: torch.Stream(device) for lane in queues}
         self._allocated_on: dict[int, torch.Stream] = {}
+        self._under_way: dict[Lane, deque[torch.Event]] = {lane: deque() for lane in queues}
         self._promises: list[Promise] = []
         """Of work that host threads have not given to its stream yet, and some that they have."""
 
@@ -174,7 +178,16 @@ class AcceleratorLanes(Lanes):
                 stream.wait_event(event)
         with stream, _span(lane):
             work()
-        return stream.record_event()
+        mark = stream.record_event()
+        self._bound(lane, mark)
+        return mark
+
+    def _bound(self, lane: Lane, mark: torch.Event) -> None:
+        """Wait here rather than in the driver, which holds the interpreter while it waits for room in its queue."""
+        under_way = self._under_way[lane]
+        under_way.append(mark)
+        if len(under_way) > _MOST_UNDER_WAY:
+            under_way.popleft().synchronize()
 
     def submit_on_host(
         self,

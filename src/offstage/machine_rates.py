@@ -136,10 +136,11 @@ def _host_updates(arena: Arena, threads: int) -> tuple[dict[int, float], float]:
     numel = state[0].numel()
     _update([tensor[: _IN_CACHE[0]] for tensor in state])  # compile, or load what was compiled
     rates = {}
+    update = _prepare(state)  # as the optimizer does: threads share the interpreter, and it costs them little
     for count in thread_counts(threads):
         size = min(_SLICE, numel // count)
-        slices = [[tensor[i : i + size] for tensor in state] for i in range(0, numel - size + 1, size)]
-        best = max(_per_second(count, [partial(_update, piece) for piece in slices]) for _ in range(_REPEATS))
+        slices = [partial(update, i, i + size) for i in range(0, numel - size + 1, size)]
+        best = max(_per_second(count, slices) for _ in range(_REPEATS))
         rates[count] = best * size * UPDATE_BYTES_PER_PARAM / 1e9
     return rates, _in_cache_limit(state)
 
@@ -173,8 +174,12 @@ def _adamw_state(arena: Arena) -> list[torch.Tensor]:
 
 
 def _update(state: Sequence[torch.Tensor]) -> None:
+    _prepare(state)(0, state[0].numel())
+
+
+def _prepare(state: Sequence[torch.Tensor]) -> Callable[[int, int], int]:
     weight, grad, exp_avg, exp_avg_sq, master = state
-    adamw_host.update(
+    return adamw_host.prepare(
         weight,
         grad,
         exp_avg,
@@ -184,7 +189,6 @@ def _update(state: Sequence[torch.Tensor]) -> None:
         master_kind="fp32",
         coefficients=torch.tensor([1e-6, 1e-5, 1.0]),
         prints=None,
-        foreign=torch.zeros((), dtype=torch.int64),
         beta1=0.9,
         beta2=0.95,
         weight_decay=0.1,

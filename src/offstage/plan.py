@@ -26,6 +26,9 @@ class Placement(enum.Enum):
     HOST = "host"  # lives and updates on the host
 
 
+HOST_CHUNK = 3
+"""Chunks that the CPU updates are so many times larger: each costs its threads the interpreter for a while, and what
+they take in a staging buffer is a third of their state."""
 HOST_SLOTS = 4
 """Staging buffers on the host for chunks that the CPU updates: one comes down, two are updated (threads that are done
 with one go on to the next), one goes up."""
@@ -94,19 +97,21 @@ class Plan:
 
     def summary(self) -> str:
         """One line, for `repr(optimizer)` and logs."""
-        count = {p: self.placements.count(p) for p in Placement}
+        if not self.slots:
+            return f"state: {self.by_placement()}"
         size = format_size(self.window) if isinstance(self.window, int) else repr(self.window)
-        window = f" and a window of {size}" if self.window and self.slots else ""
-        on_host = (
-            f", {format_size(self.bytes_of(Placement.HOST))} updated on the host ({count[Placement.HOST]})"
-            if count[Placement.HOST]
-            else ""
-        )
-        return (
-            f"state: {format_size(self.bytes_of(Placement.RESIDENT))} resident ({count[Placement.RESIDENT]} parameters)"
-            f"{on_host}, {format_size(self.bytes_of(Placement.STREAMED))} streamed ({count[Placement.STREAMED]}) "
-            f"through {self.slots} slots of {format_size(self.slot_bytes)}{window}"
-        )
+        window = f" and a window of {size}" if self.window else ""
+        return f"state: {self.by_placement()} through {self.slots} slots of {format_size(self.slot_bytes)}{window}"
+
+    def by_placement(self) -> str:
+        """How much is where."""
+        words = {Placement.RESIDENT: "resident", Placement.HOST: "updated on the host", Placement.STREAMED: "streamed"}
+        parts = [
+            f"{format_size(self.bytes_of(placement))} {word} ({self.placements.count(placement)})"
+            for placement, word in words.items()
+            if placement in self.placements
+        ]
+        return ", ".join(parts).replace(")", " parameters)", 1) or "none"
 
     def __str__(self) -> str:
         from offstage.plan_text import plan_table
@@ -193,15 +198,11 @@ def _host_share(config: OffloadConfig) -> float:
 
 
 def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
-    """Weights and gradients of the largest chunk. A gradient may be wider than its weight: fp32."""
-
-    def staged(size: ParamSize) -> int:
-        return size.weight_bytes + max(4 * size.numel, size.weight_bytes)
-
-    whole = max((staged(size) for size in sizes if not size.splits), default=0)
+    """Weights and gradients of the largest chunk that the CPU updates, if gradients have their parameters' format."""
+    whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
     splits = [size for size in sizes if size.splits and size.padded_bytes]
-    per_state_byte = max((staged(size) / size.padded_bytes for size in splits), default=0.0)
-    return max(whole, int(per_state_byte * min(chunk_bytes, sum(size.padded_bytes for size in splits))))
+    per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
+    return max(whole, int(per_state_byte * min(HOST_CHUNK * chunk_bytes, sum(size.padded_bytes for size in splits))))
 
 
 def _check_window(config: OffloadConfig, slot_bytes: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from offstage.config import format_size
 from offstage.errors import ConfigError
 from offstage.plan import ParamSize, Placement, Plan
-from offstage.predict import Candidate, Prediction
+from offstage.predict import CHOSEN, Candidate, Prediction
 
 _MOST_ROWS = 24
 """A plan with more parameters is shown by groups of them."""
@@ -48,39 +48,33 @@ def _groups(plan: Plan) -> Iterator[str]:
 
 
 def _facts(plan: Plan, found: Prediction) -> Iterator[str]:
-    device = f"{format_size(found.device_state_bytes)} of state"
-    if plan.slots:
-        device += f", {plan.slots} slots of {format_size(plan.slot_bytes)} among it"
-    busy = ", ".join(f"{name} {_ms(time)}" for name, time in found.busy_ms.items())
+    slots = f", {plan.slots} slots of {format_size(plan.slot_bytes)} among it" if plan.slots else ""
     whole = f", an iteration {_ms(found.iteration_ms)}" if found.iteration_ms is not None else ""
     rows = [
-        ("state", plan.summary().removeprefix("state: ")),
-        ("device", f"{device}; peak {format_size(found.device_peak_bytes)} with weights, gradients and other bytes"),
+        ("state", plan.by_placement()),
+        ("device", f"{format_size(found.device_state_bytes)} of state{slots}"),
+        ("", f"{format_size(found.device_peak_bytes)} at the peak, with weights, gradients and the workload's bytes"),
         ("host", format_size(found.host_bytes)),
         ("moved per step", f"{format_size(found.bytes_up)} up, {format_size(found.bytes_down)} down"),
-        ("exposed", f"{_ms(found.exposed_ms)}{whole}; the limit is {_limit(found)}"),
-        ("busy", busy),
+        ("exposed", f"{_ms(found.exposed_ms)}{whole}"),
+        ("busy per step", ", ".join(f"{name} {_ms(time)}" for name, time in found.busy_ms.items())),
         *(("note", text) for text in plan.notes),
     ]
     for name, value in rows:
         yield f"{name:<15} {value}"
 
 
-def _limit(found: Prediction) -> str:
-    return "the device" if found.bottleneck == "device" else f"the {found.bottleneck}"
-
-
 def _candidates(candidates: Sequence[Candidate]) -> Iterator[str]:
     yield (
-        f"  {'considered':<31} {'CPU':>4} {'resident':>9} {'device':>9} {'host':>9} "
+        f"  {'considered':<25} {'CPU':>4} {'resident':>9} {'device':>9} {'host':>9} "
         f"{'exposed':>9} {'iteration':>9}  verdict"
     )
     for one in candidates:
         found = one.prediction
         iteration = _ms(found.iteration_ms) if found.iteration_ms is not None else "-"
-        mark = ">" if one.verdict == "chosen" else " "
+        mark = ">" if one.verdict == CHOSEN else " "
         yield (
-            f"{mark} {one.name:<31} {one.host_fraction:>4.0%} {format_size(one.resident_bytes):>9} "
+            f"{mark} {one.name:<25} {one.host_fraction:>4.0%} {format_size(one.resident_bytes):>9} "
             f"{format_size(found.device_state_bytes):>9} {format_size(found.host_bytes):>9} "
             f"{_ms(found.exposed_ms):>9} {iteration:>9}  {one.verdict}"
         )

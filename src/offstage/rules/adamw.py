@@ -22,7 +22,7 @@ from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, Par
 
 _PRINTS = 256  # fingerprints allocated at once
 _ROWS = 8  # coefficients for as many (group, step) at first
-_SLICE = 1 << 19  # elements that one thread updates at a time: about two milliseconds
+_SLICE = 1 << 21  # elements that one thread updates at a time: a few milliseconds
 
 _Cells = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

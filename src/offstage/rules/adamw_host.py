@@ -111,6 +111,17 @@ def _store_of_dtype(array, i, x):
     return store_fp32
 
 
+def _part(array, start, stop):
+    """`array[start:stop]`, or `None` where there is none."""
+
+
+@overload(_part)
+def _part_of(array, start, stop):
+    if isinstance(array, types.Array):
+        return lambda array, start, stop: array[start:stop]
+    return lambda array, start, stop: None
+
+
 def _rounded(array, x):
     """What the fp32 `x` reads as after being stored in `array`."""
 
@@ -132,16 +143,14 @@ def _update(
     """One pass over elements `[start, stop)`. Returns how many of the weights someone else has written."""
     weight, grad = weight[start:stop], grad[start:stop]
     exp_avg, exp_avg_sq = exp_avg[start:stop], exp_avg_sq[start:stop]
-    max_exp_avg_sq = max_exp_avg_sq[start:stop] if max_exp_avg_sq is not None else None
-    master = master[start:stop] if master is not None else None
-    low = low[start:stop] if low is not None else None
     rewritten = expected[0] != observed[0] if expected is not None else False
     refresh = fresh or rewritten
     lr_decay, step_size, bias_correction2_sqrt = coefficients[0], coefficients[1], coefficients[2]
     beta1, beta2 = np.float32(beta1), np.float32(beta2)
     weight_decay, eps = np.float32(weight_decay), np.float32(eps)
     not_ours = _pass(
-        weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, refresh,
+        weight, grad, exp_avg, exp_avg_sq,
+        _part(max_exp_avg_sq, start, stop), _part(master, start, stop), _part(low, start, stop), refresh,
         lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
     )  # fmt: skip
     if fresh:
