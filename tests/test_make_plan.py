@@ -162,6 +162,23 @@ def test_every_candidate_has_a_verdict():
     assert all(one.prediction.iteration_ms == pytest.approx(80 + one.prediction.exposed_ms) for one in plan.candidates)
 
 
+def test_a_share_that_fits_the_device_is_chosen():
+    """Gradients that wait for step() take memory, and a faster share leaves fewer of them."""
+    work = Workload(backward_ms=60)
+    both = OffloadConfig(update_in_backward=True, update_on="auto", chunk_bytes="4MiB")
+    host = dataclasses.replace(both, update_on="host")
+    peak = {
+        config.update_on: make_plan(MODEL, machine(), config, workload=work).prediction.device_peak_bytes
+        for config in (both, host)
+    }
+    assert peak["auto"] < peak["host"]
+    tight = machine(device_bytes=(peak["auto"] + peak["host"]) // 2)
+    plan = make_plan(MODEL, tight, both, workload=work)
+    assert any(one.verdict.endswith("over device memory") for one in plan.candidates)
+    with pytest.raises(ConfigError, match="cannot hold"):
+        make_plan(MODEL, tight, host, workload=work)
+
+
 def test_speculation_needs_a_second_set_and_does_without():
     config = OffloadConfig(update_in_backward=True, overlap_forward=True)
     work = Workload(forward_ms=30, backward_ms=90, clips=True)
@@ -276,8 +293,9 @@ def test_plans_keep_their_word(numbers, simulated, config, workload, budget):
         return
     again = make_plan(sizes, simulated, config, workload=workload)
     assert (plan, plan.prediction, plan.candidates) == (again, again.prediction, again.candidates)
-    assert plan.device_bytes <= budget
-    assert plan.prediction.device_state_bytes <= budget
+    assert plan.prediction.device_state_bytes == plan.device_bytes <= budget
+    if not (workload and workload.clips):
+        assert plan.prediction.host_bytes == plan.host_bytes
     assert plan.prediction.host_bytes <= simulated.host_free_bytes // simulated.ranks_on_host
     assert plan.prediction.device_peak_bytes <= simulated.device_bytes
     for one in plan.candidates:

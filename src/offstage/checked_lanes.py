@@ -121,6 +121,9 @@ class CheckedLanes(Lanes):
     def peak_bytes(self) -> int:
         return self._inner.peak_bytes()
 
+    def free_bytes(self) -> int:
+        return self._inner.free_bytes()
+
     def stamp(self, lane: Lane) -> Any:
         return self._inner.stamp(lane)
 

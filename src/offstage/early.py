@@ -76,6 +76,13 @@ class Early:
         elif self._once:
             self.fallbacks.pop("no effect", None)
 
+    def replanned(self, config: OffloadConfig, engines: Sequence[Engine]) -> None:
+        """State has moved: measure anew."""
+        self._config, self._measured, self._rounds = config, False, 0
+        if self._once:
+            self._left = {(engine, placement): _LEFT_TO_STEP for engine in engines for placement in Placement}
+            self._choose(engines)
+
     def exclude(self, params: Iterable[torch.Tensor]) -> None:
         """Their forward is run again after their gradients are there: an update in between would be seen by it."""
         self._never |= frozenset(params)

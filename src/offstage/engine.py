@@ -109,6 +109,11 @@ class Engine:
             self.timer = StepTimer(self._lanes)
         return self._lanes
 
+    def carry_on(self, other: Engine) -> None:
+        """This engine takes the place of `other` on the same device."""
+        self.link_gb_per_s = other.link_gb_per_s
+        self._moved_before = other.moved_bytes
+
     def _retire(self, pipeline: Pipeline) -> None:
         fetched, stored = self._moved_before
         self._moved_before = fetched + pipeline.bytes_fetched, stored + pipeline.bytes_stored
@@ -136,7 +141,21 @@ class Engine:
                 f"offstage: {self._pipeline.num_slots} slots of {format_size(self._pipeline.slot_bytes)} did not fit "
                 f"on {self.device}. Nothing was changed. Lower chunk_bytes or slots, or free device memory."
             )
+            self._name_budget(error, self._pipeline.missing_bytes)
             raise
+
+    def _name_budget(self, error: torch.OutOfMemoryError, need_bytes: int) -> None:
+        """Say which `device_budget` would have worked, if one was given."""
+        if self._config.device_budget is None or self._lanes is None:
+            return
+        budget = int(self._config.device_budget)
+        works = budget - max(1, need_bytes - self._lanes.free_bytes())
+        remedy = (
+            f"{format_size(works)} would have worked: optimizer.replan(device_budget={works})"
+            if works > 0
+            else "no smaller one would have worked either; free device memory"
+        )
+        error.add_note(f"offstage: device_budget={format_size(budget)} is more than {self.device} has left; {remedy}.")
 
     def _measure_link(self, pipeline: Pipeline) -> float:
         """What the link carries each way when both directions are busy; once, with the first chunks and no change."""

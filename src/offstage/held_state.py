@@ -69,6 +69,20 @@ class HeldState(ParamState):
                 numel = key.numel(self.param)
                 self.resident[key.name] = torch.zeros(numel, dtype=key.dtype, device=self.param.device)
 
+    def resident_tensors(self) -> dict[str, torch.Tensor]:
+        """RESIDENT: the tensors themselves, as they are kept, in the parameter's shape."""
+        return {key.name: self._shaped(None, key) for key in self.keys if self.host is None}
+
+    def adopt(self, other: HeldState, group: dict[str, Any]) -> None:
+        """Take over all state of `other`, which was kept elsewhere in the same format, bit for bit."""
+        for key in other.keys:
+            _copy_into(self.raw(key.name), other.raw(key.name))
+        self.scalars = {
+            name: _scalar(name, value, self._scalar_device(name, group)) for name, value in other.scalars.items()
+        }
+        self.present = other.present
+        self.rule.adopt(self, other)
+
     def export(self) -> dict[str, Any]:
         """The state under its public names: live where possible, joined and new where masters are split."""
         special = self._joined() if MASTER_LOW_KEY in self.present else {}

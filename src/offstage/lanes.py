@@ -130,6 +130,10 @@ class Lanes(ABC):
         """The most that the whole process has had allocated on the device so far."""
         return 0
 
+    def free_bytes(self) -> int:
+        """What this process could still allocate on the device."""
+        return 0
+
     @abstractmethod
     def stamp(self, lane: Lane) -> Any:
         """A moment in `lane`, for `elapsed_ms`."""
@@ -240,6 +244,9 @@ class AcceleratorLanes(Lanes):
     def peak_bytes(self) -> int:
         return int(torch.accelerator.max_memory_allocated(self.device.index))
 
+    def free_bytes(self) -> int:
+        return device_free_bytes(self.device)
+
     def empty(self, nbytes: int) -> torch.Tensor:
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         self._allocated_on[tensor.data_ptr()] = self._caller()
@@ -347,6 +354,13 @@ def _span(lane: Lane) -> contextlib.AbstractContextManager[Any]:
     if torch._C._autograd._profiler_enabled():
         return torch.profiler.record_function(f"offstage: {lane.value}")
     return contextlib.nullcontext()
+
+
+def device_free_bytes(device: torch.device) -> int:
+    """What the driver has left, and what torch's allocator holds in reserve."""
+    free, _ = torch.accelerator.get_memory_info(device.index)
+    reserve = torch.accelerator.memory_reserved(device.index) - torch.accelerator.memory_allocated(device.index)
+    return int(free + reserve)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -34,6 +34,7 @@ from offstage._version import __version__
 from offstage.config import format_size
 from offstage.errors import ConfigError
 from offstage.host_memory import _cgroup_available, _mem_available
+from offstage.lanes import device_free_bytes
 
 logger = logging.getLogger("offstage")
 
@@ -239,10 +240,7 @@ def _of_the_moment(device: torch.device) -> dict[str, Any]:
     left = [size for size in (_mem_available(), _cgroup_available()) if size is not None]
     host = device_free = min(left, default=_host_bytes())
     if device.type != "cpu":
-        free, _ = torch.accelerator.get_memory_info(device.index)
-        # What the allocator holds in reserve is this process's to use.
-        reserve = torch.accelerator.memory_reserved(device.index) - torch.accelerator.memory_allocated(device.index)
-        device_free = free + reserve
+        device_free = device_free_bytes(device)
     return {
         "host_free_bytes": host,
         "device_free_bytes": device_free,

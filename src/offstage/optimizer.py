@@ -30,6 +30,7 @@ from offstage.overlap import Overlap
 from offstage.placing import Places
 from offstage.plan import Placement, Plan
 from offstage.receipt import Receipt, make_receipt
+from offstage.replanning import moved_places, replanned_config
 from offstage.rules import choose_rule, shell_of
 from offstage.rules.rule import Turn
 from offstage.speculation import Norm, Speculation
@@ -216,6 +217,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for engine in self._engines.values():
             engine.discard_staged()
             engine.narrow(0)
+
+    @torch.no_grad()
+    def replan(self, **changes: Any) -> Plan:
+        """Move all state to the plan that `changes` of the config give, bit for bit, and return it.
+
+        Between steps. `device_peak` stands for the `device_budget` that it leaves beside what training has taken so
+        far. While state moves, host memory holds both the old and the new arenas. If it fails, nothing has changed.
+        """
+        self.check_not_lost()
+        config = replanned_config(self, changes)
+        self.drain_state()
+        self.settle()
+        places = moved_places(self, self._places, config)
+        old, self._places = self._places, places
+        self._held, self._engines, self.config = places.held, places.engines, config
+        old.close()
+        self._host_s_until = deque([0.0], maxlen=2)
+        if self._overlap is not None:
+            self._overlap.replanned(config)
+        if self.speculation.clips:
+            self.speculation.arm(self.engines, None if config.host_budget is None else int(config.host_budget))
+        logger.info("replanned, %s", self.plan.summary())
+        return self.plan
+
+    def device_state_bytes(self, device: torch.device) -> int:
+        """State on `device` now: resident state and slots."""
+        resident = (held.resident.values() for held in self.all_held() if held.param.device == device)
+        return sum(tensor.nbytes for tensors in resident for tensor in tensors) + self._engines[device].slot_bytes
 
     def follow_groups(self) -> None:
         """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""

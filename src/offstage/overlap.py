@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from offstage.config import OffloadConfig
 from offstage.cues import Cues
 from offstage.dropped_gradient import DroppedGradient
 from offstage.early import Early
@@ -320,6 +321,12 @@ class Overlap:
         self._fired.clear()
         self._unseen.clear()
         self._cues_so_far = 0
+
+    def replanned(self, config: OffloadConfig) -> None:
+        """State has moved: what was learned about the old places does not hold for the new ones."""
+        self._config = config
+        self._window = Window(config)
+        self.early.replanned(config, self._optimizer.engines)
 
     def all_waited(self) -> None:
         """The caller's stream has waited for every update."""

@@ -167,6 +167,11 @@ class Pipeline:
     def device_bytes(self) -> int:
         return sum(slot.buffer.nbytes for slot in self._slots.values())
 
+    @property
+    def missing_bytes(self) -> int:
+        """Of the slots that `prepare` has still to allocate."""
+        return max(0, self.num_slots - len(self._slots)) * self.slot_bytes
+
     def prepare(self) -> bool:
         """Allocate the slots, once. Before anything moves, so that running out of memory loses nothing."""
         made = len(self._slots) < self.num_slots

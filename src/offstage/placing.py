@@ -40,14 +40,21 @@ class Places:
             return False
         return all(param in self.held for group in groups for param in group["params"])
 
-    def place(self, groups: Groups, existing: Mapping[torch.Tensor, Mapping[str, Any]] | None = None) -> None:
+    def place(
+        self,
+        groups: Groups,
+        existing: Mapping[torch.Tensor, Mapping[str, Any]] | None = None,
+        *,
+        like: Places | None = None,
+    ) -> None:
         """Place parameters that are new or need more keys; the others stay where they are.
 
-        `existing` is state that new parameters have elsewhere: what stays resident is used where it is.
+        `existing` is state that new parameters have elsewhere: what stays resident is used where it is. `like`: keep as
+        much for every parameter as there.
         """
         check_options(groups)
         group_of = {param: group for group in groups for param in group["params"]}
-        wanted = [self._wanted(param, group) for param, group in group_of.items()]
+        wanted = [self._wanted(param, group, like) for param, group in group_of.items()]
         by_device: dict[torch.device, list[HeldState]] = {}
         for held in wanted:
             by_device.setdefault(held.param.device, []).append(held)
@@ -64,17 +71,17 @@ class Places:
             self._build(device, new, group_of, existing or {})
         self._signatures = [self._rule.signature(group) for group in groups]
 
-    def _wanted(self, param: torch.Tensor, group: dict[str, Any]) -> HeldState:
+    def _wanted(self, param: torch.Tensor, group: dict[str, Any], like: Places | None) -> HeldState:
         """The state `param` has, or the one it should get."""
         name = self.names.setdefault(param, f"parameter {len(self.names)}")
         check_param(param, name)
         keys = self._rule.keys(param, group)
         held = self.held.get(param)
-        if held is None:
-            return HeldState(param, name, keys, rule=self._rule)
+        there = held if held is not None or like is None else like.held.get(param)
         # State that an option does not need for a while is kept, as torch keeps it.
-        missing = tuple(key for key in keys if key not in held.keys)
-        return HeldState(param, name, held.keys + missing, rule=self._rule) if missing else held
+        kept = there.keys if there is not None else ()
+        missing = tuple(key for key in keys if key not in kept)
+        return held if held is not None and not missing else HeldState(param, name, kept + missing, rule=self._rule)
 
     def _check_host_memory(self, plans: Sequence[Plan], wanted: Sequence[HeldState]) -> None:
         there = sum(self.size_of(held).padded_bytes for held in wanted if held.host is not None)
@@ -154,6 +161,11 @@ class Places:
             for param in group["params"]:
                 name = self.names.get(param, f"of shape {tuple(param.shape)}")
                 HeldState(param, name, self._rule.keys(param, chosen), rule=self._rule).check(values.get(param, {}))
+
+    def close(self) -> None:
+        """Give back everything that these places have."""
+        for engine in self.engines.values():
+            engine.close()
 
     def settle(self, reason: str) -> None:
         """Make the caller's stream wait for all updates."""

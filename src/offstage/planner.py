@@ -43,7 +43,7 @@ def make_plan(
     )
     own = search.own()
     chosen = dataclasses.replace(search.best(own), verdict=CHOSEN)
-    if not search.fits(chosen):
+    if not search.fits_host(chosen):
         _refuse_host(search, chosen)
     if chosen.prediction.device_peak_bytes > machine.device_bytes:
         _refuse_device(search, chosen)
@@ -74,9 +74,12 @@ def _on_one_device(sizes: Sequence[ParamSize]) -> Sequence[ParamSize]:
 
 
 def _exact(plan: Plan, found: Prediction, search: Search) -> Prediction:
-    """`found`, with the bytes that the placements themselves move."""
-    workload = search.workload
-    second = search.config.update_in_backward and workload.clips
+    """`found`, with the bytes of the placements themselves: shares are met to within one parameter."""
+    workload, config = search.workload, search.config
+    second = config.update_in_backward and workload.clips
+    staging = plan.slots * plan.slot_bytes
+    window = search.window_bytes(config, staging, plan.bytes_of(Placement.STREAMED))
+    state = plan.bytes_of(Placement.RESIDENT) + staging + int(window)
     up = down = 0.0
     for size, placement in zip(plan.sizes, plan.placements, strict=True):
         active = workload.active_experts if size.expert else 1.0
@@ -86,7 +89,14 @@ def _exact(plan: Plan, found: Prediction, search: Search) -> Prediction:
         elif placement is Placement.HOST:
             up += size.weight_bytes * active
             down += 2 * size.weight_bytes * active
-    return dataclasses.replace(found, bytes_up=int(up), bytes_down=int(down))
+    return dataclasses.replace(
+        found,
+        device_state_bytes=state,
+        device_peak_bytes=found.device_peak_bytes - found.device_state_bytes + state,
+        host_bytes=found.host_bytes if second else plan.host_bytes,
+        bytes_up=int(up),
+        bytes_down=int(down),
+    )
 
 
 # Refusing

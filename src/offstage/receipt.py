@@ -119,7 +119,6 @@ def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
     link = min((engine.link_gb_per_s for engine in engines if engine.link_gb_per_s), default=None)
     fetched, stored = optimizer.moved_bytes()
     transfer = max(max(optimizer.last_moved) / link / 1e6, 1e3 * optimizer.last_host_s) if link else None
-    resident = sum(tensor.nbytes for held in optimizer.all_held() for tensor in held.resident.values())
     counters = [optimizer.rule.foreign_weights(engine.device) for engine in engines]
     return Receipt(
         steps=optimizer.steps,
@@ -127,7 +126,7 @@ def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
         bytes_stored=optimizer.last_moved[1],
         total_bytes_fetched=fetched,
         total_bytes_stored=stored,
-        device_state_bytes=resident + sum(engine.slot_bytes for engine in engines),
+        device_state_bytes=sum(optimizer.device_state_bytes(engine.device) for engine in engines),
         host_state_bytes=sum(engine.host_bytes for engine in engines),
         host_update_ms=1e3 * optimizer.last_host_s if any(engine.staging_bytes for engine in engines) else None,
         lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},

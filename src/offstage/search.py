@@ -91,15 +91,23 @@ class Search:
         return self._of("as configured", self.config)
 
     def best(self, found: Sequence[Candidate]) -> Candidate:
-        """The fastest that fits; the one that lacks least, if none does."""
-        fitting = [one for one in found if self.fits(one)]
-        if not fitting:
-            return min(found, key=lambda one: (one.prediction.host_bytes, one.host_fraction))
-        return fastest(fitting)
+        """The fastest that fits; if none does, one that lacks least, of the host's memory or else of the device's."""
+        if fitting := [one for one in found if not self.misfit(one)]:
+            return fastest(fitting)
+        if on_host := [one for one in found if self.fits_host(one)]:
+            return min(on_host, key=lambda one: (one.prediction.device_peak_bytes, one.host_fraction))
+        return min(found, key=lambda one: (one.prediction.host_bytes, one.host_fraction))
 
-    def fits(self, one: Candidate) -> bool:
+    def fits_host(self, one: Candidate) -> bool:
         """Whether the host has room for it."""
         return one.prediction.host_bytes <= self.host_limit
+
+    def misfit(self, one: Candidate) -> str:
+        """What does not fit, in a few words."""
+        if not self.fits_host(one):
+            return f"{format_size(one.prediction.host_bytes - self.host_limit)} over host memory"
+        over = one.prediction.device_peak_bytes - self.machine.device_bytes
+        return f"{format_size(over)} over device memory" if over > 0 else ""
 
     def others(self, own: Sequence[Candidate], chosen: Candidate) -> Iterator[Candidate]:
         """What was not taken, and why."""
@@ -156,7 +164,7 @@ class Search:
         largest = max((size.padded_bytes for size in plan.sizes if not size.splits), default=0)
         chunk = min(max(int(config.chunk_bytes), largest), off_bytes)
         staging = config.slots * plan.slot_bytes if share < 1.0 else 0
-        window = self._window(config, staging, off_bytes * (1.0 - share))
+        window = self.window_bytes(config, staging, off_bytes * (1.0 - share))
         second = config.update_in_backward and self.workload.clips
         host = self._host_bytes(plan, part, share, second=second)
         if second and host > self.host_limit:  # all updates are then made in step()
@@ -183,7 +191,8 @@ class Search:
             bottleneck=max(busy, key=lambda name: busy[name]),
         )
 
-    def _window(self, config: OffloadConfig, staging: int, streamed: float) -> float:
+    def window_bytes(self, config: OffloadConfig, staging: int, streamed: float) -> float:
+        """What a window takes beside slots of `staging` bytes, for `streamed` bytes of state."""
         if config.window == "all":
             return streamed
         if config.window != "auto":
@@ -211,13 +220,6 @@ class Search:
         state, budget = one.prediction.device_state_bytes, self.config.device_budget
         over = "" if budget is None else f"{format_size(state - int(budget))} over device_budget"
         return dataclasses.replace(one, verdict=over or self.misfit(one) or "needs fraction=0.0")
-
-    def misfit(self, one: Candidate) -> str:
-        """What does not fit, in a few words."""
-        peak, most = one.prediction.device_peak_bytes, self.machine.device_bytes
-        if not self.fits(one):
-            return f"host has {format_size(self.host_limit)}"
-        return f"device has {format_size(most)}, peak {format_size(peak)}" if peak > most else ""
 
 
 def fastest(found: Sequence[Candidate]) -> Candidate:

@@ -214,6 +214,12 @@ class AdamRule(Rule):
         adamw_host.fingerprint(weight.reshape(-1), value)
         self._scratch_of(device).prints(state)[0].copy_(value)
 
+    def adopt(self, state: ParamState, other: ParamState) -> None:
+        if state.master_kind == "split":
+            scratch = self._scratch_of(state.param.device)
+            for mine, theirs in zip(scratch.prints(state), scratch.prints(other), strict=True):
+                mine.copy_(theirs)
+
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
         scratch = self._scratch_of(weight.device)
         expected, observed, _ = scratch.prints(state)

@@ -171,6 +171,9 @@ class Rule(ABC):
     def expect_weight(self, state: ParamState, weight: torch.Tensor) -> None:  # noqa: B027
         """Split masters were set from outside for the bf16 `weight` (a host tensor)."""
 
+    def adopt(self, state: ParamState, other: ParamState) -> None:  # noqa: B027
+        """`state` takes the place of `other`: take over what the rule itself keeps for it."""
+
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
         """Whether the weight that split masters were made for is still there. Waits for the device."""
         return True
