@@ -102,7 +102,7 @@ class Engine:
     def _make_lanes(self) -> Lanes:
         if self._lanes is None:
             self._lanes = lanes_for(self.device)
-            self._lanes.threads = HostThreads(num_threads(self._config.threads), cpus_near(self.device))
+            self._lanes.threads = _threads_near(self.device, self._config.threads)
             # Dropped with work under way: what the lanes still use must not be freed before they are done.
             weakref.finalize(self, _drain, self._lanes, os.getpid())
             self._foreign.attach(self._lanes)
@@ -591,6 +591,13 @@ def _begin(rule: Rule, device: torch.device, round: Round, turns: Sequence[Turn]
         if _held(turn) in round.kept:
             round.kept[_held(turn)].copy_(turn.weight, non_blocking=True)
             rule.remember(device, turn)
+
+
+def _threads_near(device: torch.device, asked: int | None) -> HostThreads:
+    """Threads on the accelerator's NUMA node, where its arenas are; not more than it has CPUs."""
+    cpus = cpus_near(device)
+    count = num_threads(asked)
+    return HostThreads(count if cpus is None or asked is not None else min(count, len(cpus)), cpus)
 
 
 def _drain(lanes: Lanes, owner: int) -> None:

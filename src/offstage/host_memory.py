@@ -16,6 +16,7 @@ import os
 import resource
 import threading
 import weakref
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
+from offstage.numa import cpus_near
 
 logger = logging.getLogger("offstage")
 
@@ -55,7 +57,7 @@ class Arena:
 
     def _populate(self, device: torch.device) -> None:
         address = self.flat.data_ptr()
-        _first_touch(self._memory, address, self.nbytes)
+        _first_touch(self._memory, address, self.nbytes, cpus_near(device))
         if self.pinned:
             _register(address, self.nbytes, device)
             # Runs at close(), at garbage collection, or at interpreter exit, whichever comes first.
@@ -110,8 +112,11 @@ def _map_exact(nbytes: int) -> mmap.mmap:
     return mapping
 
 
-def _first_touch(mapping: mmap.mmap, address: int, nbytes: int) -> None:
-    """Populate every page now, in parallel: the kernel zeroes pages on one core per faulting thread."""
+def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection[int] | None) -> None:
+    """Populate every page now, in parallel: the kernel zeroes pages on one core per faulting thread.
+
+    It takes them from the NUMA node that the thread is on: `cpus` are those of the accelerator's node.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     view = memoryview(mapping)
 
@@ -121,13 +126,18 @@ def _first_touch(mapping: mmap.mmap, address: int, nbytes: int) -> None:
             view[start : start + length : _PAGE] = bytes(-(-length // _PAGE))  # older kernels
 
     starts = range(0, nbytes, _TOUCH_BYTES)
-    threads = min(len(starts), len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads) as pool:
+    threads = min(len(starts), len(cpus or os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, initializer=_stay_on, initargs=(cpus,)) as pool:
         # All threads exist before the first touch: starting one needs the lock that populating pages holds.
         everyone = threading.Barrier(threads)
         list(pool.map(lambda _: everyone.wait(), range(threads)))
         list(pool.map(touch, starts))
     view.release()
+
+
+def _stay_on(cpus: Collection[int] | None) -> None:
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)  # of this thread
 
 
 def _pinned_by_torch(nbytes: int) -> Any:

@@ -5,8 +5,8 @@
 Resident state is at the beginning. Everything behind it is moved and updated at one rate, that of the slowest resource:
 the link in either direction, the CPU, host memory. Forward passes the positions upwards, backward downwards.
 `exposed_ms` is how much longer an iteration is than its forwards and backwards alone. It is never predicted below what
-resident state would take: the update's own time on the device, `device`. With that floor, state that moves from the
-host to the device can only shorten an iteration, and so can every faster rate.
+resident state would take, the update's own time on the device. With that floor, more resident state can only shorten an
+iteration, and so can every faster rate.
 docs/planning.md derives each formula.
 """
 
@@ -138,14 +138,12 @@ def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per
 
 @dataclass(frozen=True)
 class Load:
-    """Work for each resource: bytes, and parameters for the CPU. `floor` is what the device would do if all of it were
-    resident."""
+    """Work for the resources beside the device: bytes, and parameters for the CPU."""
 
     up: float = 0.0
     down: float = 0.0
     cpu: float = 0.0
     dram: float = 0.0
-    floor: float = 0.0
 
     def __add__(self, other: Load) -> Load:
         return Load(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
@@ -154,13 +152,13 @@ class Load:
         return Load(*(factor * a for a in self.parts()))
 
     def parts(self) -> tuple[float, ...]:
-        return (self.up, self.down, self.cpu, self.dram, self.floor)
+        return (self.up, self.down, self.cpu, self.dram)
 
     def ms(self, rates: Rates) -> float:
         """All resources work at the same time: the slowest decides."""
         both, rest = min(self.up, self.down), max(self.up, self.down) - min(self.up, self.down)
         link = both / rates.duplex + rest / (rates.up if self.up > self.down else rates.down)
-        return max(link, self.cpu / rates.cpu, self.dram / rates.dram, self.floor / rates.device)
+        return max(link, self.cpu / rates.cpu, self.dram / rates.dram)
 
 
 @dataclass(frozen=True)
@@ -192,13 +190,12 @@ class Totals:
 
     def streamed(self) -> Load:
         """All of it fetched, updated on the device, and stored."""
-        return Load(up=self.state, down=self.state, dram=2 * self.state, floor=self.update_bytes)
+        return Load(up=self.state, down=self.state, dram=2 * self.state)
 
     def on_host(self) -> Load:
         """All of it updated on the host: gradients and weights come down, weights go up."""
         weights = self.weights
-        dram = self.update_bytes + 3 * weights
-        return Load(up=weights, down=2 * weights, cpu=self.params, dram=dram, floor=self.update_bytes)
+        return Load(up=weights, down=2 * weights, cpu=self.params, dram=self.update_bytes + 3 * weights)
 
 
 @dataclass(frozen=True)
