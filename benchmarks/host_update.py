@@ -16,13 +16,13 @@ fetches first. DeepSpeed comes from `benchmarks.fetch_peers`.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.common import write_row
 from benchmarks.fetch_peers import environment
+from offstage.host_threads import HostThreads
 from offstage.master_weights import join
 from offstage.rules import adamw_host
 
@@ -105,51 +106,42 @@ class State:
 
 
 class Offstage:
-    """The pass of `offstage.rules.adamw_host` over slices, on a pool of threads."""
+    """The pass of `offstage.rules.adamw_host` over slices, on the threads that the optimizer uses."""
 
     def __init__(self, state: State, threads: int) -> None:
-        self._state, self._threads, self._steps = state, threads, 0
-        self._pool = ThreadPoolExecutor(threads)
+        self._steps = 0
+        self._threads = HostThreads(threads)
+        self._coefficients = torch.empty(3)
         self.bytes_per_param = state.form.bytes_per_param
+        update = adamw_host.prepare(
+            state.weight,
+            state.grad,
+            state.exp_avg,
+            state.exp_avg_sq,
+            None,
+            state.master,
+            master_kind=state.form.master_kind,
+            coefficients=self._coefficients,
+            prints=None,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            weight_decay=WEIGHT_DECAY,
+            eps=EPS,
+            maximize=False,
+            decoupled=True,
+            fresh=False,
+        )
+        numel = state.weight.numel()
+        self._slices = [functools.partial(update, i, min(i + SLICE, numel)) for i in range(0, numel, SLICE)]
 
     def step(self) -> None:
         self._steps += 1
         lr, beta1, beta2, step = (torch.tensor(x, dtype=torch.float32) for x in (LR, *BETAS, self._steps))
-        coefficients = torch.stack([lr * WEIGHT_DECAY, lr / (1 - beta1**step), (1 - beta2**step).sqrt()])
-        starts = range(0, self._state.weight.numel(), SLICE)
-        shares = [
-            self._pool.submit(self._slices, starts[i :: self._threads], coefficients) for i in range(self._threads)
-        ]
-        wait(shares)
-        for share in shares:
-            share.result()
-
-    def _slices(self, starts: range, coefficients: torch.Tensor) -> None:
-        state = self._state
-        for start in starts:
-            part = slice(start, start + SLICE)
-            adamw_host.update(
-                state.weight[part],
-                state.grad[part],
-                state.exp_avg[part],
-                state.exp_avg_sq[part],
-                None,
-                state.master[part] if state.master is not None else None,
-                master_kind=state.form.master_kind,
-                coefficients=coefficients,
-                prints=None,
-                foreign=None,
-                beta1=BETAS[0],
-                beta2=BETAS[1],
-                weight_decay=WEIGHT_DECAY,
-                eps=EPS,
-                maximize=False,
-                decoupled=True,
-                fresh=False,
-            )
+        self._coefficients[:] = torch.stack([lr * WEIGHT_DECAY, lr / (1 - beta1**step), (1 - beta2**step).sqrt()])
+        self._threads.run(self._slices)
 
     def close(self) -> None:
-        self._pool.shutdown()
+        pass
 
 
 class Peer:

@@ -4,14 +4,25 @@
 from offstage._version import __version__
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
+from offstage.machine import Machine, measure_machine
 from offstage.optimizer import OffloadedOptimizer, offload
+from offstage.plan import Plan
+from offstage.planner import make_plan
+from offstage.predict import Workload
+from offstage.world import World
 
 __all__ = [
     "ConfigError",
+    "Machine",
     "OffloadConfig",
     "OffloadIneffectiveError",
     "OffloadedOptimizer",
     "OffstageError",
+    "Plan",
+    "Workload",
+    "World",
     "__version__",
+    "make_plan",
+    "measure_machine",
     "offload",
 ]

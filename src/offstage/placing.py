@@ -7,6 +7,8 @@ have a place keep it.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +20,12 @@ from offstage.engine import Engine
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.layout import padded_bytes
+from offstage.machine import measure_machine
 from offstage.plan import HOST_SLOTS, ParamSize, Placement, Plan, plan_placements, refuse_idle
+from offstage.planner import choose_host_fraction
 from offstage.rules import Rule
+
+logger = logging.getLogger("offstage")
 
 Groups = Sequence[dict[str, Any]]
 
@@ -33,6 +39,7 @@ class Places:
         self.engines: dict[torch.device, Engine] = {}
         self._rule, self._config = rule, config
         self._signatures: list[Any] = []
+        self._host_fractions: dict[torch.device, float] = {}
 
     def fit(self, groups: Groups) -> bool:
         """Whether every parameter of `groups` has all the state its options need."""
@@ -61,7 +68,8 @@ class Places:
         plans = {}
         for device, states in by_device.items():
             placed = {i: held.placement for i, held in enumerate(states) if held is self.held.get(held.param)}
-            plans[device] = plan_placements([self.size_of(held) for held in states], self._config, placed)
+            sizes = [self.size_of(held) for held in states]
+            plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
         refuse_idle(list(plans.values()), self._config)
         self._check_host_memory(list(plans.values()), wanted)
         for device, states in by_device.items():
@@ -70,6 +78,25 @@ class Places:
             new = [held for held in states if held is not self.held.get(held.param)]
             self._build(device, new, group_of, existing or {})
         self._signatures = [self._rule.signature(group) for group in groups]
+
+    def _decided(self, device: torch.device, sizes: Sequence[ParamSize]) -> OffloadConfig:
+        """The config with the CPU's share. What the planner has chosen once stays."""
+        config = self._config
+        if config.update_on != "auto" or config.host_fraction is not None:
+            return config
+        if device not in self._host_fractions:
+            self._host_fractions[device] = self._choose_host_fraction(device, sizes)
+        return dataclasses.replace(config, host_fraction=self._host_fractions[device])
+
+    def _choose_host_fraction(self, device: torch.device, sizes: Sequence[ParamSize]) -> float:
+        if not self._rule.rate_is_known:
+            logger.info(
+                "only Adam's and AdamW's rate on the host is known; with update_on='auto' all updates are on the device"
+            )
+            return 0.0
+        share = choose_host_fraction(sizes, measure_machine(device), self._config)
+        logger.info("with update_on='auto' the CPU updates %.0f%% of what is offloaded from %s", 100 * share, device)
+        return share
 
     def _wanted(self, param: torch.Tensor, group: dict[str, Any], like: Places | None) -> HeldState:
         """The state `param` has, or the one it should get."""

@@ -30,6 +30,7 @@ _Cells = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class AdamRule(Rule):
     """Adam (`decoupled=False`) or AdamW (`decoupled=True`)."""
 
+    rate_is_known = True
     names = frozenset({MASTER_KEY, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
     required = frozenset({"exp_avg", "exp_avg_sq"})
 

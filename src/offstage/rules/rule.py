@@ -116,6 +116,8 @@ class Share:
 class Rule(ABC):
     """One optimizer family. `begin` and `update` run on the update lane, `slices` in threads of the host."""
 
+    rate_is_known = False
+    """Whether `measure_machine` has measured how fast the host updates by this rule."""
     foreign_on_host = 0
     """How many weights someone else wrote, as seen by updates on the host."""
 
