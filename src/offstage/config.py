@@ -67,7 +67,8 @@ class OffloadConfig:
     """Most bytes of state on the device: resident state, slots and window together."""
 
     device_peak: int | str | None = None
-    """Most bytes of device memory for the whole process: what ``window="auto"`` keeps under."""
+    """Most bytes of device memory for the whole process: what ``window="auto"`` keeps under, and what `make_plan`
+    (with a workload) and `replan` (with the peak so far) make a `device_budget` of."""
 
     host_budget: int | str | None = None
     """Most bytes of host memory for state."""
@@ -254,11 +255,10 @@ class OffloadConfig:
                 "fraction=0.0 switches offloading off, which contradicts window, overlap_forward and "
                 "update_in_backward: nothing moves that could overlap. Leave them out, or raise fraction."
             )
-        if (self.window == "auto") != (self.device_peak is not None):
+        if self.window == "auto" and self.device_peak is None:
             raise ConfigError(
-                "window='auto' is the room that device_peak leaves; expected both or neither, found "
-                f"window={self.window!r} and device_peak={self.device_peak!r}. Give device_peak='40GiB' (what the "
-                "whole process may take), or window as a size."
+                "window='auto' is the room that device_peak leaves; expected both, found no device_peak. Give "
+                "device_peak='40GiB' (what the whole process may take), or window as a size."
             )
         if self.window in WINDOWS and self.device_budget is not None:
             raise ConfigError(

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from offstage.config import OffloadConfig, format_size
-from offstage.errors import OffstageError
+from offstage.errors import OffstageError, StepLostError
 from offstage.flat import copy_back
 from offstage.foreign_watch import ForeignWatch
 from offstage.held_state import HeldState
@@ -102,7 +102,9 @@ class Engine:
     def _make_lanes(self) -> Lanes:
         if self._lanes is None:
             self._lanes = lanes_for(self.device)
-            self._lanes.threads = _threads_near(self.device, self._config.threads)
+            # torch has threads of its own, and a set of them for each thread that calls it.
+            asked = 1 if self._rule.threads_itself else self._config.threads
+            self._lanes.threads = _threads_near(self.device, asked)
             # Dropped with work under way: what the lanes still use must not be freed before they are done.
             weakref.finalize(self, _drain, self._lanes, os.getpid())
             self._foreign.attach(self._lanes)
@@ -445,11 +447,14 @@ class Engine:
         Speculative updates are not settled before it is decided that they stay.
         """
         undecided = self._round.ready if self._round is not None and self._round.to_spare else {}
-        due = [self.pending.pop(held) for held in states if held in self.pending and held not in undecided]
+        states = [held for held in states if held in self.pending and held not in undecided]
+        due = [self.pending[held] for held in states]
         if not due or self._lanes is None or self.timer is None:
             return
         with self.timer.exposed():
             self._wait(self._lanes, due, reason)
+        for held in states:  # not before: whoever is interrupted while waiting waits again
+            del self.pending[held]
         turns = [pending.turn for pending in due]
         if self._round is not None:
             for turn in turns:  # the gradient goes with the turn
@@ -467,16 +472,15 @@ class Engine:
         on_device = [pending for pending in due if not pending.raised]
         if on_device:
             lanes.wait(max(on_device, key=lambda pending: pending.order).updated, reason)
-        try:
-            for mark in {id(mark): mark for pending in due for mark in pending.raised}.values():
+        for mark in {id(mark): mark for pending in due for mark in pending.raised}.values():
+            try:
                 lanes.wait(mark, reason)
-        except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):
+            except Exception as error:
                 self.lost = (
                     f"An update on the host failed ({type(error).__name__}: {error}); the weights and state are "
                     "between two steps. Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
                 )
-            raise
+                raise StepLostError(self.lost) from error
 
     def revert(self) -> None:
         """The round's speculative updates do not count: weights are as before, and so is the state on the host."""

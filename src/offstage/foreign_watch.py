@@ -45,13 +45,7 @@ class ForeignWatch:
         self._looked = True
 
     def report(self) -> None:
-        if self._seen is None or self._logged:
-            return
-        if self._lanes is not None:
-            if not self._looked or not self._lanes.passed(self._arrived):
-                return
-            self._lanes.touch_on_host(reads=[self._seen])
-        if count := int(self._seen) + self._rule.foreign_on_host:
+        if not self._logged and (count := self._arrived_count() + self._rule.foreign_on_host):
             self._logged = True
             logger.warning(
                 "%d weights on %s were written by someone else between steps; their fp32 masters follow the weights. "
@@ -59,6 +53,16 @@ class ForeignWatch:
                 count,
                 self._device,
             )
+
+    def _arrived_count(self) -> int:
+        """What the last look at the device's counter has brought."""
+        if self._seen is None:
+            return 0
+        if self._lanes is not None:
+            if not self._looked or not self._lanes.passed(self._arrived):
+                return 0
+            self._lanes.touch_on_host(reads=[self._seen])
+        return int(self._seen)
 
 
 def _copy_counter(seen: torch.Tensor, counter: torch.Tensor) -> None:

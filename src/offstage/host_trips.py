@@ -69,7 +69,8 @@ class HostTrips:
     def send(self, host: HostState, pieces: Sequence[tuple[Piece, Turn]], begun: Mark) -> Mark:
         """Send `pieces` of one chunk on their trip. Returns the mark after which their weights are up again."""
         self.prepare(_staged_bytes(pieces))  # gradients may be wider than their weights
-        slot = self._slots.popleft()
+        slot = self._slots[0]
+        self._slots.rotate(-1)
         shares = _stage(host, pieces, slot.buffer.flat)
         down, up = _copies(shares)
         lowered = self._lanes.submit(
@@ -92,7 +93,6 @@ class HostTrips:
             reads=[staged for _, staged in up],
             writes=[device for device, _ in up],
         )
-        self._slots.append(slot)
         self.bytes_lowered += sum(staged.nbytes for _, staged in down)
         self.bytes_raised += sum(staged.nbytes for _, staged in up)
         return slot.free

@@ -19,7 +19,7 @@ import torch
 
 from offstage import state_dict as state_dicts
 from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_param
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, format_size
 from offstage.dropped_gradient import DroppedGradient
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
@@ -67,6 +67,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 check_param(param, names.get(param, f"of shape {tuple(param.shape)}"))
+        if config.device_peak is not None and config.window != "auto":
+            raise ConfigError(
+                f"device_peak={format_size(int(config.device_peak))} needs to know what training takes besides state, "
+                "which offload() cannot know yet. Use window='auto', train a few steps and call "
+                "optimizer.replan(device_peak=...), or ask make_plan with a workload."
+            )
         self.config = config
         self.rule = choose_rule(optimizer, config)
         self._shell = shell_of(optimizer)
@@ -510,7 +516,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.give_up_round("The optimizer was closed between backward and step().")
         if self._overlap is not None:
             self._overlap.remove()
-        self._places.settle("close: the weights are ready")
+        self._places.give_up("close: the weights are ready")
         for engine in self._engines.values():
             engine.close()
 
@@ -564,7 +570,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Drain everything and forget trips of a lost step: all state is about to be replaced."""
         if self.speculation.active:
             self._take_back()
-        self._places.settle("load: the weights are ready")
+        self._places.give_up("load: the weights are ready")
         for engine in self._engines.values():
             engine.reset()
         if self._overlap is not None:

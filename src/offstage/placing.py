@@ -7,6 +7,7 @@ have a place keep it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from offstage.checks import check_options, check_param
 from offstage.config import OffloadConfig
 from offstage.engine import Engine
+from offstage.errors import StepLostError
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.layout import padded_bytes
@@ -198,6 +200,12 @@ class Places:
         """Make the caller's stream wait for all updates."""
         for engine in self.engines.values():
             engine.settle(list(engine.pending), reason)
+
+    def give_up(self, reason: str) -> None:
+        """The same, where it does not matter any more whether an update has failed."""
+        for engine in self.engines.values():
+            with contextlib.suppress(StepLostError):
+                engine.settle(list(engine.pending), reason)
 
     def moved_bytes(self) -> tuple[int, int]:
         """(fetched, stored) since the beginning."""

@@ -38,7 +38,6 @@ class AdamRule(Rule):
         self._config = config
         self._decoupled = decoupled
         self._scratch: dict[torch.device, _Scratch] = {}
-        self._counting = threading.Lock()
 
     def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -80,24 +79,26 @@ class AdamRule(Rule):
                 scratch.observe(turn)
         groups = {(turn.group_number, turn.step): turn.group for turn in turns}
         new = [key for key in groups if key not in scratch.rows]
-        if not new:
-            return
-        scratch.kernels.coefficients(
-            scratch.inputs_for(len(new)),
-            scratch.add_rows(new),
-            [
-                Hyperparameters(
-                    lr=_lr_on(groups[key]["lr"], device),
-                    beta1=float(groups[key]["betas"][0]),
-                    beta2=float(groups[key]["betas"][1]),
-                    weight_decay=float(groups[key]["weight_decay"]),
-                    step=key[1],
-                )
-                for key in new
-            ],
-        )
+        if new:
+            self._add_rows(scratch, {key: groups[key] for key in new})
         if any(turn.on_host for turn in turns):
             scratch.lower_rows()
+
+    def _add_rows(self, scratch: _Scratch, groups: dict[tuple[int, int], dict[str, Any]]) -> None:
+        scratch.kernels.coefficients(
+            scratch.inputs_for(len(groups)),
+            scratch.add_rows(list(groups)),
+            [
+                Hyperparameters(
+                    lr=_lr_on(group["lr"], scratch.device),
+                    beta1=float(group["betas"][0]),
+                    beta2=float(group["betas"][1]),
+                    weight_decay=float(group["weight_decay"]),
+                    step=step,
+                )
+                for (_, step), group in groups.items()
+            ],
+        )
 
     def update(self, shares: Sequence[Share]) -> None:
         for share in shares:
@@ -170,9 +171,7 @@ class AdamRule(Rule):
         )
 
     def _run(self, piece: _Once, start: int, stop: int) -> None:
-        if foreign := piece()(start, stop):
-            with self._counting:
-                self.foreign_on_host += foreign
+        self.count_foreign(piece()(start, stop))
 
     def raised(self, device: torch.device, turn: Turn) -> None:
         if turn.of.master_kind == "split":

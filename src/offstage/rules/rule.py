@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -118,8 +119,11 @@ class Rule(ABC):
 
     rate_is_known = False
     """Whether `measure_machine` has measured how fast the host updates by this rule."""
+    threads_itself = False
+    """Whether one call of an update on the host uses several threads by itself."""
     foreign_on_host = 0
     """How many weights someone else wrote, as seen by updates on the host."""
+    _counting = threading.Lock()
 
     names: frozenset[str] = frozenset({MASTER_KEY})
     """Everything this family may keep per element under any options, and masters."""
@@ -144,6 +148,12 @@ class Rule(ABC):
     @abstractmethod
     def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
         """The update of `shares`, whose weights and gradients are on the host, in parts for threads to share."""
+
+    def count_foreign(self, count: int) -> None:
+        """Called by threads of the host."""
+        if count:
+            with self._counting:
+                self.foreign_on_host += count
 
     def raised(self, device: torch.device, turn: Turn) -> None:  # noqa: B027
         """After the last update of `turn` on the host, on a lane of `device`: its weight is there again."""

@@ -68,6 +68,8 @@ _EVERY_NAME: dict[type[optim.Optimizer], tuple[str, ...]] = {
 class TorchRule(Rule):
     """Any supported `torch.optim` class."""
 
+    threads_itself = True
+
     def __init__(self, config: OffloadConfig, optimizer: optim.Optimizer) -> None:
         self._config = config
         self._class = type(optimizer)
@@ -116,13 +118,12 @@ class TorchRule(Rule):
         for share, target in zip(shares, targets, strict=True):
             number = share.turn.group_number
             groups.setdefault(number, _options(share))["params"].append(target)
-        self._inner.state = inner_state
-        self._inner.param_groups = list(groups.values())
+        inner = shell_of(self._inner)  # one for each call: host and device update at the same time
+        inner.state, inner.param_groups = inner_state, list(groups.values())
         # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
-        self._class.step.__wrapped__(self._inner)  # type: ignore[attr-defined]
+        self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
         for share, target in zip(shares, targets, strict=True):
             self._collect(share, target, inner_state[target])
-        self._inner.state, self._inner.param_groups = defaultdict(dict), []
 
     def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
         # torch has threads of its own for the elements of a tensor.
@@ -184,7 +185,7 @@ class TorchRule(Rule):
         foreign = ~(same_bits | (master.isnan() & weight.isnan()))
         master.copy_(torch.where(foreign, weight.to(torch.float32), master))
         if share.lowered is not None:
-            self.foreign_on_host += 0 if share.turn.fresh else int(foreign.sum())
+            self.count_foreign(0 if share.turn.fresh else int(foreign.sum()))
         elif not share.turn.fresh:
             counter = self._foreign.get(weight.device)
             if counter is None:
