@@ -361,7 +361,7 @@ def test_both_work_at_once():
 def test_the_plan_the_repr_and_the_receipt_tell():
     optimizer, _ = lanes_used(update_on="auto", host_fraction=0.5)
     plan, receipt = optimizer.plan, optimizer.receipt()
-    on_host = "28.1 KiB updated on the host (4)"
+    on_host = "28.1 KiB updated on the host (4 parameters)"
     assert on_host in plan.summary()
     assert on_host in repr(optimizer)
     assert "28.1 KiB streamed (4)" in plan.summary()
@@ -602,17 +602,17 @@ def test_chunks_of_other_classes_are_updated_at_the_same_time(config):
 
 
 def write_data(model, where):
-    model[0].weight.data.copy_(torch.full_like(model[0].weight, 0.25))
+    model[0].weight.data.copy_(torch.full_like(model[0].weight, 33.25))
 
 
 def write_in_place(model, where):
     with torch.no_grad():
-        model[0].weight.fill_(0.25)
+        model[0].weight.fill_(33.25)
 
 
 def load_model(model, where):
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    state["0.weight"].fill_(0.25)
+    state["0.weight"].fill_(33.25)
     model.load_state_dict(state)
 
 

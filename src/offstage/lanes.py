@@ -46,7 +46,7 @@ class Lane(enum.Enum):
     CALLER = "caller"  # the stream that is current where the call is made
 
 
-_MOST_UNDER_WAY = 64
+_MOST_UNDER_WAY = 112
 """Pieces of work in one lane's queue. The driver has room for about a thousand operations; a piece is about eight."""
 UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
 """Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
