@@ -8,14 +8,9 @@ update while the caller goes on.
 import contextlib
 import copy
 import functools
-import gc
 import itertools
 import logging
-import os
-import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 
@@ -27,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import offstage
-from offstage.errors import OffstageError, StepLostError
+from offstage.errors import OffstageError
 from offstage.lanes import use_lanes
 from offstage.lazy_lanes import LazyLanes
 from offstage.plan import HOST_SLOTS, Placement
@@ -73,8 +68,10 @@ STEPS = 4
 
 
 def loops_of(form):
-    """(clip, micro-batches): all for one format, half of them for the others."""
-    return list(itertools.product(CLIPS if form == "fp32" else ["none", "sometimes"], [1, 2]))
+    """(clip, micro-batches): all for one format, some for the others."""
+    if form == "fp32":
+        return list(itertools.product(CLIPS, [1, 2]))
+    return [("none", 1), ("sometimes", 1), ("sometimes", 2)]
 
 
 def count_what_is_under_way(run, *, before_step):
@@ -288,6 +285,10 @@ def test_any_number_of_threads_gives_the_same_bits(form, monkeypatch):
 # Placement
 
 
+def host_threads():
+    return {thread for thread in threading.enumerate() if thread.name.startswith("offstage-host")}
+
+
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.4, 0.5, 0.9])
 def test_the_cpus_share_is_met_within_one_parameter(share, fraction):
@@ -371,11 +372,12 @@ def test_the_plan_the_repr_and_the_receipt_tell():
     assert plan.host_slots == HOST_SLOTS
     assert receipt.host_update_ms is not None
     assert "updates on the host" in str(receipt)
-    # Half of it went up as weights, half as state; gradients came down too.
+    # Weights or state, both ways, and gradients down.
     weights = sum(s.weight_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.HOST)
-    state = sum(s.padded_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.STREAMED)
-    assert receipt.bytes_fetched == weights + state
-    assert receipt.bytes_stored == 2 * weights + state
+    state = sum(s.state_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.STREAMED)
+    padded = sum(s.padded_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.STREAMED)
+    assert weights + state <= receipt.bytes_fetched <= weights + padded
+    assert receipt.bytes_stored == receipt.bytes_fetched + weights
     assert receipt.host_state_bytes == plan.host_bytes
 
 
@@ -534,7 +536,8 @@ def test_groups_are_added_and_options_switched_on_in_training(form, where, kind)
 @pytest.mark.parametrize(("make", "options"), test_torch_rule.CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_other_classes_equal_the_plain_class(make, options, dtype):
     weights, state = test_torch_rule.train(make, options, dtype, None)
-    for kind, config in itertools.product([None, 1, THREADED], [{"update_on": "host"}, {"host_fraction": 0.5}]):
+    host, half = {"update_on": "host"}, {"host_fraction": 0.5}
+    for kind, config in ((None, host), (1, half), (THREADED, host), (THREADED, half)):
         with lanes(kind):
             got = test_torch_rule.train(make, options, dtype, {"master_weights": "none", "threads": 4, **config})
         assert all(same_bits(a, b) for a, b in zip(got[0], weights, strict=True)), (kind, config)
@@ -772,334 +775,3 @@ def test_a_closure(kind):
         return losses + result(params, optimizer)
 
     assert equal(live({}, kind), live(RESIDENT))
-
-
-# Failing
-
-
-class Failing:
-    """A rule's slices of which one raises, in one chunk."""
-
-    def __init__(self, optimizer, error, at=2):
-        self._rule, self._slices, self._error, self._at = optimizer.rule, optimizer.rule.slices, error, at
-        self.raised = 0
-
-    def __enter__(self):
-        calls = itertools.count()
-
-        def slices(shares):
-            made = self._slices(shares)
-            return [self._fail, *made] if next(calls) == self._at else made
-
-        self._rule.slices = slices
-        return self
-
-    def __exit__(self, *_):
-        self._rule.slices = self._slices
-
-    def _fail(self):
-        self.raised += 1
-        raise self._error
-
-
-MANY = ((40, 40),) * 24
-"""In fp32: seven chunks on the host."""
-
-
-@pytest.mark.parametrize("kind", [None, 0, 1, THREADED])
-@pytest.mark.parametrize("where", ["host", "mixed"])
-def test_a_slice_that_fails_loses_the_step(where, kind):
-    with lanes(kind):
-        params = make_params(shapes=MANY)
-        optimizer = offloaded(params, **WHERE[where])
-    steps(params, optimizer, range(2))
-    saved, weights = saved_and_loaded(optimizer.state_dict()), [param.detach().clone() for param in params]
-    with Failing(optimizer, ZeroDivisionError("in a slice"), at=1):
-        with pytest.raises(StepLostError, match=r"Step 3 failed .*ZeroDivisionError: in a slice.*load_state_dict"):
-            steps(params, optimizer, range(2, 3))
-    for again in (lambda: steps(params, optimizer, range(2, 3)), optimizer.state_dict):
-        with pytest.raises(StepLostError):
-            again()
-    for param, weight in zip(params, weights, strict=True):
-        param.data.copy_(weight)
-    optimizer.load_state_dict(saved)
-    steps(params, optimizer, range(2, 5))
-    reference_params = make_params(shapes=MANY)
-    reference = offloaded(reference_params, **RESIDENT)
-    steps(reference_params, reference, range(5))
-    assert equal(result(params, optimizer), result(reference_params, reference))
-
-
-@pytest.mark.parametrize("kind", [None, 0, THREADED])
-def test_failing_again_and_again_loses_no_staging_buffer(kind):
-    with lanes(kind):
-        params = make_params(shapes=MANY)
-        optimizer = offloaded(params)
-    steps(params, optimizer, range(1))
-    saved = saved_and_loaded(optimizer.state_dict())
-    for _ in range(3):
-        with Failing(optimizer, ZeroDivisionError()), pytest.raises(StepLostError):
-            steps(params, optimizer, range(1, 2))
-        optimizer.load_state_dict(saved)
-    steps(params, optimizer, range(1, 2))
-    assert len(optimizer._engines[CPU]._trips._slots) == HOST_SLOTS
-
-
-def make_model(kind=None, **config):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(24)))
-    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with lanes(kind):
-        return model, offstage.offload(inner, model, **{**ON_HOST, "threads": 4, **config})
-
-
-def backward(model, step):
-    model(torch.full((3, 40), 0.1 * (step + 1))).pow(2).mean().backward()
-
-
-def iterate(model, optimizer, numbers):
-    for step in numbers:
-        backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def after(numbers, **config):
-    model, optimizer = make_model(**RESIDENT | {"update_on": "device"} | config)
-    iterate(model, optimizer, numbers)
-    return result(list(model.parameters()), optimizer)
-
-
-@pytest.mark.parametrize("kind", [0, THREADED])
-@pytest.mark.parametrize("found_by", ["forward", "synchronize", "model.state_dict", "close"])
-def test_a_slice_that_fails_after_step(found_by, kind):
-    """With `overlap_forward` whoever waits for the weights first is told, and the step is lost from then on."""
-    model, optimizer = make_model(kind, overlap_forward=True)
-    iterate(model, optimizer, range(2))
-    saved = saved_and_loaded(optimizer.state_dict())
-    weights = copy.deepcopy(model.state_dict())
-    backward(model, 2)
-    with Failing(optimizer, ZeroDivisionError("in a slice")) as failing:
-        optimizer.step()  # returns: nothing has been waited for
-        optimizer.zero_grad()
-        find = {
-            "forward": lambda: backward(model, 3),
-            "synchronize": optimizer.synchronize,
-            "model.state_dict": model.state_dict,
-            "close": optimizer.close,
-        }[found_by]
-        if found_by == "close":
-            find()  # everything is given up anyway
-        else:
-            with pytest.raises((ZeroDivisionError, StepLostError), match="in a slice"):
-                find()
-    assert failing.raised == 1
-    if found_by == "close":
-        assert optimizer._engines[CPU]._trips.nbytes == 0
-        return
-    for refused in (lambda: iterate(model, optimizer, range(3, 4)), optimizer.state_dict):
-        with pytest.raises((ZeroDivisionError, StepLostError), match="in a slice"):
-            refused()
-    with pytest.raises(StepLostError):
-        optimizer.step()
-    model.load_state_dict(weights)
-    optimizer.load_state_dict(saved)
-    optimizer.zero_grad()
-    iterate(model, optimizer, range(2, 5))
-    optimizer.synchronize()
-    assert equal(result(list(model.parameters()), optimizer), after(range(5)))
-
-
-@pytest.mark.parametrize("kind", [None, 0, THREADED])
-def test_a_slice_that_fails_in_backward(kind):
-    model, optimizer = make_model(kind, update_in_backward=True)
-    iterate(model, optimizer, range(2))
-    saved = saved_and_loaded(optimizer.state_dict())
-    weights = copy.deepcopy(model.state_dict())
-    with Failing(optimizer, ZeroDivisionError("in a slice")), pytest.raises((ZeroDivisionError, StepLostError)):
-        iterate(model, optimizer, range(2, 3))
-    with pytest.raises(StepLostError):
-        optimizer.step()
-    optimizer.load_state_dict(saved)
-    model.load_state_dict(weights)
-    optimizer.zero_grad()
-    iterate(model, optimizer, range(2, 5))
-    assert equal(result(list(model.parameters()), optimizer), after(range(5)))
-
-
-def slowly(optimizer, seconds=0.01):
-    """Every slice takes a while. Returns what to put back."""
-    slices_of = optimizer.rule.slices
-
-    def late(piece):
-        time.sleep(seconds)
-        piece()
-
-    optimizer.rule.slices = lambda shares: [functools.partial(late, piece) for piece in slices_of(shares)]
-    return slices_of
-
-
-@pytest.mark.parametrize("kind", [None, 3, THREADED])
-def test_ctrl_c_in_a_step_comes_after_it(kind):
-    with lanes(kind):
-        params = make_params(shapes=MANY)
-        optimizer = offloaded(params, threads=2)
-    slices_of, calls = optimizer.rule.slices, itertools.count()
-
-    def interrupting(piece):
-        if next(calls) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        piece()
-
-    optimizer.rule.slices = lambda shares: [functools.partial(interrupting, piece) for piece in slices_of(shares)]
-    with pytest.raises(KeyboardInterrupt):
-        steps(params, optimizer, range(1))
-    steps(params, optimizer, range(1, 2))
-    reference_params = make_params(shapes=MANY)
-    reference = offloaded(reference_params, **RESIDENT)
-    steps(reference_params, reference, range(2))
-    assert equal(result(params, optimizer), result(reference_params, reference))
-
-
-@pytest.mark.parametrize("where", ["forward", "synchronize"])
-def test_ctrl_c_while_someone_waits_for_host_threads(where):
-    """The updates go on; whoever asks again later gets them whole."""
-    model, optimizer = make_model(THREADED, overlap_forward=True)
-    iterate(model, optimizer, range(2))
-    slices_of = slowly(optimizer, 0.05)
-    iterate(model, optimizer, range(2, 3))
-    optimizer.rule.slices = slices_of
-    alarm = threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGINT))
-    alarm.start()
-    with pytest.raises(KeyboardInterrupt):
-        if where == "forward":
-            backward(model, 3)
-        else:
-            optimizer.synchronize()
-        time.sleep(5)
-    alarm.join()
-    optimizer.zero_grad()
-    iterate(model, optimizer, range(3, 5))
-    optimizer.synchronize()
-    assert equal(result(list(model.parameters()), optimizer), after(range(5)))
-
-
-# The end
-
-
-def host_threads():
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("offstage-host"))
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
-
-
-@pytest.mark.parametrize("how", ["close", "drop"])
-def test_work_under_way_is_finished_first(how):
-    gc.collect()
-    assert wait_until(lambda: not host_threads())  # of other tests
-    model, optimizer = make_model(THREADED, overlap_forward=True)
-    iterate(model, optimizer, range(2))
-    slowly(optimizer)
-    iterate(model, optimizer, range(2, 3))
-    assert len(host_threads()) == 4
-    assert any(not promise.is_over for promise in optimizer._engines[CPU].lanes._promises)
-    if how == "close":
-        optimizer.close()
-        for engine in optimizer.engines:
-            assert engine._trips.nbytes == 0
-    del optimizer
-    gc.collect()
-    assert equal([param.detach() for param in model.parameters()], after(range(3))[: len(list(model.parameters()))])
-    assert wait_until(lambda: not host_threads())
-
-
-def test_threads_start_with_the_first_update_and_end_with_the_optimizer():
-    gc.collect()
-    assert wait_until(lambda: not host_threads())
-    with with_threads():
-        params = make_params()
-        optimizer = offloaded(params, threads=3)
-    assert host_threads() == []
-    steps(params, optimizer)
-    assert host_threads() == [f"offstage-host-{number}" for number in range(3)]
-    del optimizer
-    gc.collect()
-    assert wait_until(lambda: not host_threads())
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads: that is the point
-def test_workers_are_forked_while_host_threads_are_alive():
-    model, optimizer = make_model(THREADED, overlap_forward=True)
-    batches = torch.utils.data.DataLoader(
-        [torch.full((40,), 0.1 * (step + 1)) for step in range(6) for _ in range(3)],
-        batch_size=3,
-        num_workers=2,
-        multiprocessing_context="fork",
-    )
-    slowly(optimizer, 0.002)
-    iterate(model, optimizer, range(1))
-    for number, x in enumerate(batches):  # workers are forked here, with updates under way
-        if number > 0:
-            model(x).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    optimizer.synchronize()
-    assert equal(result(list(model.parameters()), optimizer), after(range(6)))
-
-
-BUILD = """
-import threading, time, torch
-torch.set_num_threads(1)
-import offstage
-from tests.threaded_lanes import with_threads
-model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(16)))
-with with_threads():
-    optimizer = offstage.offload(
-        torch.optim.AdamW(model.parameters()), model, min_bytes=0, chunk_bytes="16KiB", update_on="host", threads=4,
-        overlap_forward=True,
-    )
-slices_of = optimizer.rule.slices
-ran = []
-def late(piece):
-    time.sleep(0.05)
-    piece()
-    ran.append(1)
-for step in range(2):
-    if step:
-        optimizer.rule.slices = lambda shares: [lambda piece=piece: late(piece) for piece in slices_of(shares)]
-    model(torch.ones(3, 40)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-assert not ran
-"""
-ENDS = {
-    "exit": ("", 0),
-    "exit with the model alone": ("del optimizer\n", 0),
-    "sys.exit": ("import sys\nsys.exit(3)\n", 3),
-    "an exception": ("raise KeyboardInterrupt\n", None),
-}
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_the_interpreter_ends_with_work_under_way(end):
-    code, expected = ENDS[end]
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BUILD) + code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(["src", "."])},
-    )
-    assert time.monotonic() - started < 50
-    if expected is None:
-        assert done.stderr.strip().endswith("KeyboardInterrupt")
-        assert done.returncode != 0
-    else:
-        assert (done.returncode, done.stderr) == (expected, "")

@@ -121,11 +121,11 @@ BAD_SETTINGS = {
     ),
     "window auto without a peak": (
         {"window": "auto"},
-        ["window='auto'", "expected both or neither", "device_peak=None", "Give device_peak='40GiB'"],
+        ["window='auto'", "expected both", "found no device_peak", "Give device_peak='40GiB'", "window as a size"],
     ),
     "a peak without window auto": (
         {"window": "1GiB", "device_peak": "2GiB"},
-        ["window='auto'", "expected both or neither", "device_peak=", "window as a size"],
+        ["device_peak=2.0 GiB", "what training takes besides state", "Use window='auto'", "replan(device_peak=...)"],
     ),
     "window all with a budget": (
         {"window": "all", "device_budget": "1GiB"},
@@ -138,6 +138,39 @@ BAD_SETTINGS = {
     "no room for slots and window": (
         {**SMALL, "device_budget": "48KiB", "window": "32KiB"},
         ["device_budget of 48.0 KiB", "3 slots of 16.0 KiB", "a window of 32.0 KiB", "Raise it to 80.0 KiB"],
+    ),
+    "update_on": ({"update_on": "cpu"}, ["update_on", "'cpu'", "'device'", "'host'", "'auto'", "Leave it out"]),
+    "host_fraction too large": ({"host_fraction": 1.5}, ["host_fraction", "1.5", "from 0.0 to 1.0", "Leave it out"]),
+    "host_fraction negative": ({"host_fraction": -0.1}, ["-0.1", "a share of the offloaded bytes", "Leave it out"]),
+    "host_fraction not a number": ({"host_fraction": "half"}, ["'half'", "from 0.0 to 1.0", "update_on='auto'"]),
+    "host_fraction nan": ({"host_fraction": float("nan")}, ["host_fraction", "nan", "from 0.0 to 1.0"]),
+    "host_fraction a bool": ({"host_fraction": True}, ["host_fraction", "True", "from 0.0 to 1.0"]),
+    "host_fraction beside update_on": (
+        {"update_on": "host", "host_fraction": 0.5},
+        ["update_on='host'", "contradicts host_fraction=0.5", "Give one of the two", "implies update_on='auto'"],
+    ),
+    "off with update_on": (
+        {"fraction": 0.0, "update_on": "host"},
+        ["fraction=0.0", "contradicts update_on and host_fraction", "Leave them out, or raise fraction"],
+    ),
+    "off with host_fraction": (
+        {"fraction": 0.0, "host_fraction": 0.5},
+        ["fraction=0.0", "contradicts update_on and host_fraction", "Leave them out, or raise fraction"],
+    ),
+    "threads none": ({"threads": 0}, ["threads", "at least 1", "found 0", "Leave it out"]),
+    "threads negative": ({"threads": -2}, ["threads", "at least 1", "found -2"]),
+    "threads not whole": ({"threads": 1.5}, ["threads", "whole number", "found 1.5"]),
+    "threads a bool": ({"threads": True}, ["threads", "whole number", "found True"]),
+    "threads a string": ({"threads": "all"}, ["threads", "whole number", "found 'all'", "affinity"]),
+    "host budget with staging buffers": (
+        # 49 KiB of state alone would fit
+        {**SMALL, "update_on": "host", "host_budget": "60KiB"},
+        ["host_budget of 60.0 KiB", "Raise it to", "lower fraction"],
+    ),
+    "resident state against the budget, without slots": (
+        # What stays is more than the budget; nothing else is on the device
+        {"min_bytes": "1KiB", "chunk_bytes": "16KiB", "update_on": "host", "device_budget": 100},
+        ["device_budget of 100 B", "that stays resident", "Raise it to 896 B", "lower min_bytes"],
     ),
     "overlap_forward": ({"overlap_forward": 1}, ["overlap_forward", "True or False", "found 1"]),
     "update_in_backward": ({"update_in_backward": "yes"}, ["update_in_backward", "True or False", "found 'yes'"]),
@@ -173,6 +206,18 @@ def test_the_suggested_device_budget_is_enough():
     optimizer = offstage.offload(inner, model, **SMALL, device_budget="48KiB")
     train(model, optimizer, 1)
     assert optimizer.receipt().device_state_bytes <= 48 * 1024
+
+
+def test_the_suggested_host_budget_is_enough():
+    """Staging buffers are in it."""
+    model = make_model()
+    inner = used_adamw(model)
+    with pytest.raises(HostMemoryError) as info:
+        offstage.offload(inner, model, **SMALL, update_on="host", host_budget="60KiB")
+    suggested = str(info.value).split("Raise it to ")[1].split(",")[0]
+    optimizer = offstage.offload(inner, model, **SMALL, update_on="host", host_budget=suggested.replace(" ", ""))
+    train(model, optimizer, 1)
+    assert optimizer.receipt().host_state_bytes > 60 * 1024
 
 
 def test_config_of_another_kind():

@@ -41,11 +41,17 @@ def test_public_names():
 
     assert set(offstage.__all__) == {
         "ConfigError",
+        "Machine",
         "OffloadConfig",
         "OffloadIneffectiveError",
         "OffloadedOptimizer",
         "OffstageError",
+        "Plan",
+        "Workload",
+        "World",
         "__version__",
+        "make_plan",
+        "measure_machine",
         "offload",
     }
     assert issubclass(offstage.ConfigError, ValueError)

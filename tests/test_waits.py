@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -277,7 +278,217 @@ def link_measured():
     return model_result(model, optimizer)
 
 
+# Updates on the host
+
+ON_HOST = {"update_on": "host"}
+MIXED = {"host_fraction": 0.5}
+
+
+def host_and_device():
+    """Chunks on both ways; more on the host than there are staging buffers."""
+    weights, optimizer = make(params=12, size=4000, **MIXED)
+    steps(weights, optimizer)
+    return result(weights, optimizer)
+
+
+def on_host():
+    weights, optimizer = make(params=6, size=4000, **ON_HOST)
+    steps(weights, optimizer)
+    return result(weights, optimizer)
+
+
+def on_host_with_split_masters():
+    """The fingerprint of the weight is taken before and after."""
+    weights, optimizer = make(params=6, size=4000, master_weights="split", **ON_HOST)
+    steps(weights, optimizer)
+    return result(weights, optimizer)
+
+
+def on_host_only_weights():
+    weights, optimizer = make(params=6, size=4000, **ON_HOST)
+    steps(weights, optimizer)
+    return [w.detach().clone() for w in weights]
+
+
+def on_host_group_added():
+    weights, optimizer = make(params=6, size=1000, **ON_HOST)
+    steps(weights, optimizer, 2)
+    more = nn.Parameter(torch.randn(6000).bfloat16())
+    optimizer.add_param_group({"params": [more]})
+    steps([*weights, more], optimizer, 2)
+    return result([*weights, more], optimizer)
+
+
+def on_host_wider_gradients():
+    """In the middle of a step larger staging buffers take the place of those in use."""
+    weights, optimizer = make(params=6, size=4000, **ON_HOST)
+    for step in range(3):
+        for i, weight in enumerate(weights):
+            weight.grad_dtype = None
+            dtype = torch.float32 if i == 3 and step == 1 else torch.bfloat16
+            weight.grad = torch.full((4000,), 0.01 * (i + step + 1), dtype=dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(weights, optimizer)
+
+
+def on_host_closed():
+    weights, optimizer = make(params=6, size=4000, **ON_HOST)
+    steps(weights, optimizer)
+    optimizer.close()
+    return [w.detach().clone() for w in weights]
+
+
+def on_host_loaded_in_between():
+    weights, optimizer = make(params=6, size=4000, **ON_HOST)
+    steps(weights, optimizer, 2)
+    _, other = make(params=6, size=4000, **ON_HOST)
+    optimizer.load_state_dict(other.state_dict())
+    steps(weights, optimizer, 2)
+    return result(weights, optimizer)
+
+
+def on_host_lost_and_loaded():
+    """A slice fails half-way, then a checkpoint."""
+    weights, optimizer = make(params=8, size=4000, **ON_HOST)
+    saved = optimizer.state_dict()
+    steps(weights, optimizer, 1)
+    slices, calls = optimizer.rule.slices, []
+
+    def fail():
+        raise ZeroDivisionError
+
+    def some_fail(shares):
+        calls.append(1)
+        return [fail] if len(calls) == 3 else slices(shares)
+
+    optimizer.rule.slices = some_fail
+    with pytest.raises(StepLostError):
+        steps(weights, optimizer, 1)
+    optimizer.rule.slices = slices
+    optimizer.load_state_dict(saved)
+    steps(weights, optimizer, 2)
+    return result(weights, optimizer)[len(weights) :]
+
+
+def on_host_overlapped():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer)
+    return model_result(model, optimizer)
+
+
+def on_host_module_skipped():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(2))
+    model[0](torch.ones(1, model[0].in_features)).sum().backward()
+    optimizer.step()
+    return model_result(model, optimizer)
+
+
+def on_host_dropped():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer)
+    del optimizer
+    gc.collect()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def on_host_model_saved():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(2))
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def on_host_state_asked_for():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(1))
+    return [torch.tensor([param in optimizer.state for param in model.parameters()])]
+
+
+def on_host_synchronized():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(2))
+    optimizer.synchronize()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def on_host_gradients_by_hand():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(2))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    return model_result(model, optimizer)
+
+
+def on_host_group_added_after_an_overlapped_step():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(2))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3000))]})
+    iterate(model, optimizer, range(2, 4))
+    return model_result(model, optimizer)
+
+
+def on_host_closed_after_an_overlapped_step():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(2))
+    optimizer.close()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def on_host_loaded_after_an_overlapped_step():
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    _, other = make_model(**ON_HOST)
+    iterate(model, optimizer, range(2))
+    optimizer.load_state_dict(other.state_dict())
+    iterate(model, optimizer, range(2, 4))
+    return model_result(model, optimizer)
+
+
+def on_host_in_backward():
+    model, optimizer = make_model(update_in_backward=True, **ON_HOST)
+    iterate(model, optimizer)
+    return model_result(model, optimizer)
+
+
+def host_and_device_in_backward():
+    model, optimizer = make_model(update_in_backward=True, overlap_forward=True, **MIXED)
+    iterate(model, optimizer)
+    return model_result(model, optimizer)
+
+
+def host_and_device_clipped_now_and_then():
+    model, optimizer = make_model(update_in_backward=True, overlap_forward=True, **MIXED)
+    iterate(model, optimizer, range(6), clip=[1e4, 1e4, 1e-4])
+    return model_result(model, optimizer)
+
+
+ALL_ON_HOST = [
+    on_host,
+    on_host_with_split_masters,
+    on_host_only_weights,
+    on_host_group_added,
+    on_host_wider_gradients,
+    on_host_closed,
+    on_host_loaded_in_between,
+    on_host_lost_and_loaded,
+    on_host_overlapped,
+    on_host_module_skipped,
+    on_host_dropped,
+    on_host_model_saved,
+    on_host_state_asked_for,
+    on_host_synchronized,
+    on_host_gradients_by_hand,
+    on_host_group_added_after_an_overlapped_step,
+    on_host_closed_after_an_overlapped_step,
+    on_host_loaded_after_an_overlapped_step,
+    on_host_in_backward,
+]
 SCENARIOS = [
+    *ALL_ON_HOST,
+    host_and_device,
+    host_and_device_in_backward,
+    host_and_device_clipped_now_and_then,
     many_chunks,
     fewer_chunks_than_slots,
     part_resident,
@@ -319,7 +530,7 @@ WAITS = sorted(set().union(*SEEN.values()))
 
 @functools.cache
 def expected_of(scenario):
-    return None if scenario is lost_and_loaded else scenario()
+    return None if scenario in (lost_and_loaded, on_host_lost_and_loaded) else scenario()
 
 
 def test_the_waits_are_these():
@@ -335,11 +546,16 @@ def test_the_waits_are_these():
         "fetch: the slot is free",
         "forward: the weights are ready",
         "host: all stores are done",
+        "host: weights and gradients have come down",
         "load: the weights are ready",
+        "lower: the gradients are ready",
+        "lower: the staging buffer is free",
         "measure: nothing is under way",
         "measure: the chunks are fetched",
         "place: the lanes are drained",
+        "place: the staging buffers are not in use",
         "place: the weights are ready",
+        "raise: the weights are updated",
         "read: the state is known",
         "read: the weights are ready",
         "redo: the speculative updates are done",
@@ -374,8 +590,9 @@ def test_nothing_is_caught_when_nothing_is_missing(scenario):
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def caught_by(wait: str) -> list[str]:
-    caught = []
+def caught_by(wait: str) -> dict[Callable, str]:
+    """Scenario → what noticed that `wait` was missing."""
+    caught = {}
     for scenario in SCENARIOS:
         if wait not in SEEN[scenario]:
             continue
@@ -385,16 +602,20 @@ def caught_by(wait: str) -> list[str]:
                 with lazily(seed, WaitLog(drop=wait)):
                     got = scenario()
             except OffstageError as error:
-                caught.append(f"{scenario.__name__}: {type(error.__cause__ or error).__name__}")
+                caught[scenario] = type(error.__cause__ or error).__name__
                 break
             if expected is not None and not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-                caught.append(f"{scenario.__name__}: other bits")
+                caught[scenario] = "other bits"
                 break
     return caught
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_is_caught(wait):
+    """Also where everything is updated on the host, if it is made there: one name may stand for waits of both kinds."""
     caught = caught_by(wait)
-    logging.getLogger("tests").info("%s: caught by %s", wait, "; ".join(caught))
+    found = "; ".join(f"{scenario.__name__}: {how}" for scenario, how in caught.items())
+    logging.getLogger("tests").info("%s: caught by %s", wait, found)
     assert caught, f"nothing noticed that {wait!r} was missing: it is redundant and should go"
+    if any(wait in SEEN[scenario] for scenario in ALL_ON_HOST):
+        assert caught.keys() & set(ALL_ON_HOST), f"{wait!r} is redundant where the host updates"

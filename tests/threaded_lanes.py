@@ -52,7 +52,7 @@ class ThreadedLanes(AcceleratorLanes):
     """`AcceleratorLanes` of the CPU."""
 
     def __init__(self, device: torch.device) -> None:
-        with mock.patch("torch.Stream", lambda device: _Stream()):
+        with mock.patch("torch.Stream", side_effect=lambda device: _Stream()):
             super().__init__(device)
         self._only_caller: Any = _Stream()
 

@@ -59,7 +59,7 @@ class Engine:
         self.updating = False
         """True between the first update of a step and its end: a failure then leaves weights between two steps."""
         self.lost: str | None = None
-        """What to say after an update on the host has failed."""
+        """What to say after an update has failed in another thread."""
         self.timer: StepTimer | None = None
         self.link_gb_per_s: float | None = None
         """Measured before the first step; 0 where there is no link."""
@@ -470,17 +470,17 @@ class Engine:
 
     def _wait(self, lanes: Lanes, due: Sequence[Pending], reason: str) -> None:
         on_device = [pending for pending in due if not pending.raised]
-        if on_device:
-            lanes.wait(max(on_device, key=lambda pending: pending.order).updated, reason)
-        for mark in {id(mark): mark for pending in due for mark in pending.raised}.values():
-            try:
+        last = [max(on_device, key=lambda pending: pending.order).updated] if on_device else []
+        raised = {id(mark): mark for pending in due for mark in pending.raised}
+        try:
+            for mark in (*last, *raised.values()):
                 lanes.wait(mark, reason)
-            except Exception as error:
-                self.lost = (
-                    f"An update on the host failed ({type(error).__name__}: {error}); the weights and state are "
-                    "between two steps. Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
-                )
-                raise StepLostError(self.lost) from error
+        except Exception as error:  # of a host thread, that others wait for
+            self.lost = (
+                f"An update failed ({type(error).__name__}: {error}); the weights and state are between two steps. "
+                "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
+            )
+            raise StepLostError(self.lost) from error
 
     def revert(self) -> None:
         """The round's speculative updates do not count: weights are as before, and so is the state on the host."""
@@ -565,7 +565,7 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         """Host memory: arenas and staging buffers."""
-        return self.host_side.nbytes + self.staging_bytes
+        return self.host_side.nbytes + max(self.staging_bytes, self._trips.nbytes if self._trips is not None else 0)
 
     @property
     def host_busy_s(self) -> float:

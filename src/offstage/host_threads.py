@@ -16,6 +16,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
+_LONGEST_JOIN_S = 10.0
 Slice = Callable[[], None]
 Done = Callable[[BaseException | None], None]
 
@@ -44,9 +47,9 @@ class HostThreads:
         self.num_threads = num_threads
         self._queue = _Queue()
         self._cpus = cpus
-        self._started = False
+        self._threads: list[threading.Thread] = []
         # Threads hold the queue, not this object: dropping it ends them.
-        weakref.finalize(self, self._queue.close)
+        weakref.finalize(self, _end, self._queue, self._threads, os.getpid())
 
     @property
     def busy_s(self) -> float:
@@ -81,13 +84,12 @@ class HostThreads:
             raise errors[0]
 
     def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            for number in range(self.num_threads):
-                # Daemons: whoever needs the work waits for it; an exiting interpreter does not wait for idle threads.
-                threading.Thread(
-                    target=_work, args=(self._queue, self._cpus), name=f"offstage-host-{number}", daemon=True
-                ).start()
+        while len(self._threads) < self.num_threads:
+            # Daemons: the interpreter joins others before anything else at its exit, when they still wait for work.
+            name = f"offstage-host-{len(self._threads)}"
+            thread = threading.Thread(target=_work, args=(self._queue, self._cpus), name=name, daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
 
 class _Queue:
@@ -177,7 +179,18 @@ class _Busy:
             self._queue._end()
 
 
+def _end(queue: _Queue, threads: list[threading.Thread], owner: int) -> None:
+    """Let the threads end, and wait for it: one that is still in torch when the interpreter ends takes it down."""
+    if os.getpid() != owner:
+        return  # a forked child has no such threads, and maybe a lock that one of them held
+    queue.close()
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_LONGEST_JOIN_S)
+
+
 def _work(queue: _Queue, cpus: Collection[int] | None) -> None:
+    torch.set_grad_enabled(False)  # as in step(); this too is the thread's own
     if cpus is not None:
         os.sched_setaffinity(0, cpus)  # of this thread
     while (found := queue.next()) is not None:

@@ -47,7 +47,9 @@ class Lane(enum.Enum):
 
 
 _MOST_UNDER_WAY = 112
-"""Pieces of work in one lane's queue. The driver has room for about a thousand operations; a piece is about eight."""
+"""Pieces of work in one stream's queue. The driver has room for about a thousand operations, eight to a piece, and
+whoever gives it more waits with the interpreter in its hands. So what there is no room for is promised, and given by a
+thread that waits for it: `step()` returns at once, and forward begins while most of the step is still to come."""
 UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
 """Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
 
@@ -158,8 +160,12 @@ class AcceleratorLanes(Lanes):
         self._streams: dict[Lane, torch.Stream] = {lane: torch.Stream(device) for lane in queues}
         self._allocated_on: dict[int, torch.Stream] = {}
         self._under_way: dict[Lane, deque[torch.Event]] = {lane: deque() for lane in queues}
+        self._feeder = HostThreads(1)
+        """Gives streams what they have no room for yet."""
+        self._last: dict[Lane, Promise] = {}
+        """The last work of a lane that was promised: what comes after it may not overtake it."""
         self._promises: list[Promise] = []
-        """Of work that host threads have not given to its stream yet, and some that they have."""
+        """Of work that has not been given to its stream yet, and some that has."""
 
     def submit(
         self,
@@ -170,10 +176,28 @@ class AcceleratorLanes(Lanes):
         reads: Buffers = (),
         writes: Buffers = (),
     ) -> Mark:
-        promises = [mark for mark in after.values() if isinstance(mark, Promise)]
-        if all(promise.is_over for promise in promises):
+        before = [*after.values(), None if lane in UNORDERED else self._last.get(lane)]
+        promises = [mark for mark in before if isinstance(mark, Promise) and not mark.is_over]
+        if not promises and self._is_full(lane):
+            promises = [self._room(lane)]
+        if not promises:
             return self._submit(lane, work, after.values())
-        return self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, after.values())))
+        made = self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, after.values())))
+        self._last[lane] = made
+        return made
+
+    def _is_full(self, lane: Lane) -> bool:
+        under_way = self._under_way[lane]
+        while under_way and under_way[0].query():
+            under_way.popleft()
+        return len(under_way) >= _MOST_UNDER_WAY
+
+    def _room(self, lane: Lane) -> Promise:
+        """Kept when the oldest work of `lane` is done."""
+        oldest = self._under_way[lane][0]
+        room = Promise()
+        self._feeder.give([], wait=oldest.synchronize, done=lambda error: room.keep())
+        return room
 
     def _submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Mark | None]) -> torch.Event:
         stream = self._streams[lane]
@@ -183,15 +207,10 @@ class AcceleratorLanes(Lanes):
         with stream, _span(lane):
             work()
         mark = stream.record_event()
-        self._bound(lane, mark)
+        self._under_way[lane].append(mark)
+        if len(self._under_way[lane]) > _MOST_UNDER_WAY:  # one of several in a row that the feeder gives
+            self._under_way[lane].popleft().synchronize()
         return mark
-
-    def _bound(self, lane: Lane, mark: torch.Event) -> None:
-        """Wait here rather than in the driver, which holds the interpreter while it waits for room in its queue."""
-        under_way = self._under_way[lane]
-        under_way.append(mark)
-        if len(under_way) > _MOST_UNDER_WAY:
-            under_way.popleft().synchronize()
 
     def submit_on_host(
         self,
@@ -274,11 +293,18 @@ class AcceleratorLanes(Lanes):
         return event is None or bool(event.query())
 
     def stamp(self, lane: Lane) -> Any:
+        last = self._last.get(lane)
+        if last is not None and not last.is_over:
+            return self._promise([last], lambda promise: promise.keep(self._stamp(self._streams[lane])))
+        return self._stamp(self._caller() if lane is Lane.CALLER else self._streams[lane])
+
+    def _stamp(self, stream: torch.Stream) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)
-        event.record(self._caller() if lane is Lane.CALLER else self._streams[lane])
+        event.record(stream)
         return event
 
     def elapsed_ms(self, start: Any, stop: Any) -> float:
+        start, stop = _event(start), _event(stop)
         start.synchronize()
         stop.synchronize()
         return float(start.elapsed_time(stop))

@@ -26,7 +26,7 @@ from offstage.cues import Cues
 from offstage.dropped_gradient import DroppedGradient
 from offstage.early import Early
 from offstage.engine import Engine
-from offstage.errors import ConfigError, OffstageError
+from offstage.errors import ConfigError, OffstageError, StepLostError
 from offstage.flat import is_dense
 from offstage.held_state import HeldState
 from offstage.interrupts import deferred_interrupts
@@ -95,6 +95,8 @@ class Overlap:
         self._window = Window(config)
         self._cues = Cues(self, model)
         self.bind()
+        if (idle := self._idle_window()) is not None:
+            logger.warning(idle)
 
     @property
     def _optimizer(self) -> OffloadedOptimizer:
@@ -106,10 +108,15 @@ class Overlap:
         """What does not happen as it was asked for."""
         off = "a graph was captured: step() does everything" if self._off else None
         return [
-            *(text for text in (off, self._blind) if text is not None),
+            *(text for text in (off, self._blind, self._idle_window()) if text is not None),
             *self.early.fallbacks.values(),
             *self._window.fallbacks,
         ]
+
+    def _idle_window(self) -> str | None:
+        if not self._config.window or any(engine.num_chunks for engine in self._optimizer.engines):
+            return None
+        return "the window is not used, because no state comes to the device for its update: leave it out"
 
     def bind(self) -> None:
         """Hook parameters that are new, or no longer frozen."""
@@ -189,7 +196,8 @@ class Overlap:
     def before_load(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is loaded: maybe to go on after a step that was lost."""
         self._optimizer.give_up_round("A model was loaded between backward and step().")
-        self._settle(params)
+        with contextlib.suppress(StepLostError):
+            self._settle(params)
 
     def _settle(self, params: Sequence[torch.Tensor]) -> None:
         for engine, states in self._optimizer.by_engine(params):

@@ -234,11 +234,11 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
     also = f", a window of {format_size(window)}" if window else ""
     need = staging + kept
     if need > budget:
+        slots = f"{config.slots} slots of {format_size(slot_bytes)}{also} and " if staging else ""
         raise ConfigError(
-            f"device_budget of {format_size(budget)} cannot hold {config.slots} slots of "
-            f"{format_size(slot_bytes)}{also} "
-            f"and {format_size(kept)} of state that stays resident (parameters under min_bytes, or placed before). "
-            f"Raise it to {format_size(need)}, or lower chunk_bytes or slots."
+            f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that stays "
+            "resident (parameters under min_bytes, or placed before). Raise it to "
+            f"{format_size(need)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
         )
     if config.fraction is None:
         return budget - staging

@@ -8,8 +8,12 @@ that ends the update. Until then its mark is a promise. Used by `lanes.py`.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
+
+_running = threading.local()
+"""In each thread: what follows promises that it has ended, in their order. Chains are long: nobody calls down them."""
 
 
 class Promise:
@@ -56,8 +60,21 @@ class Promise:
             self._mark, self._error = mark, error
             then, self._then = self._then, []
             self._over.set()
-        for act in then:
-            act()
+        _run_all(then)
+
+
+def _run_all(acts: list[Callable[[], None]]) -> None:
+    """Run `acts`, and all that they lead to, one after the other."""
+    waiting: deque[Callable[[], None]] | None = getattr(_running, "waiting", None)
+    if waiting is not None:  # called by an act: whoever runs that one runs these
+        waiting.extend(acts)
+        return
+    waiting = _running.waiting = deque(acts)
+    try:
+        while waiting:
+            waiting.popleft()()
+    finally:
+        _running.waiting = None
 
 
 def promised_after(promises: Iterable[Promise], act: Callable[[Promise], None]) -> Promise:
