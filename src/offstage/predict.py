@@ -27,8 +27,8 @@ CHOSEN = "chosen"
 
 _LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches under backward, where chunks wait for the last of their gradients."""
-_TOGETHER = 1.07
-"""Host memory carries this much more for copies and the CPU together than for the CPU alone: 136 to 127 GB/s."""
+_TOGETHER = 0.9
+"""Of what host memory carries for one thing alone, it carries so much for copies and the CPU together: measured."""
 _GRADIENTS_IN_FLIGHT = 0.25  # as in early.py
 _LEFT_TO_STEP = 0.25  # where backward's time is not known, as in early.py
 _KEPT_ON_HOST = 0.25  # old weights of speculative updates, as in early.py
