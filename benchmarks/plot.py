@@ -6,7 +6,9 @@ python -m benchmarks.plot        (needs matplotlib: pip install '.[bench]')
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,15 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS
+from benchmarks.workload import GPT, Size
+from offstage import Machine, OffloadConfig, Workload, make_plan
+from offstage.plan import ParamSize, plan_placements
+from offstage.sizes import param_sizes
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 COLORS = {"fetch": "#3b6fb5", "update": "#c4572e", "store": "#4a8f5b", "compute": "#6b6b6b"}
@@ -31,6 +38,10 @@ CURVES = {
     "in_backward": ("update_in_backward, no clipping", "#c4572e", "s"),
 }
 SHOWN_MS = 12.0
+KINDS = {False: ("updated on the device", "#3b6fb5", "o"), True: ("CPU takes part", "#c4572e", "s")}
+BUDGET_COLORS = {"3GiB": "#8c3f8c", "8GiB": "#3b6fb5", "16GiB": "#4a8f5b"}
+WINDOWS_ARE_OPEN_SINCE = "2026-11-15T09:41"  # rows before have windows that were still opening
+LIMIT = 0.15
 
 
 def rows(question: str) -> list[dict[str, Any]]:
@@ -144,7 +155,93 @@ def overlap_fractions() -> None:
     save(figure, "overlap_fractions")
 
 
+# Plans, predicted and measured
+
+
+def plans() -> None:
+    """Every plan that was measured, and what the planner's arithmetic, as it is now, says of it."""
+    newest = list({(row["plan_name"], row.get("device_budget")): row for row in rows("plans")}.values())
+    sizes = param_sizes(meta_model(), OffloadConfig(master_weights="split"))
+    figure, (scatter, shares) = plt.subplots(1, 2, figsize=(9, 3.9), layout="constrained")
+    draw_predictions(scatter, newest, sizes)
+    draw_shares(shares, newest, sizes)
+    for axes in (scatter, shares):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"2.70B workload ({where(newest[0])})", fontsize=10, x=0.01, ha="left")
+    save(figure, "plans")
+
+
+def meta_model() -> GPT:
+    with torch.device("meta"):
+        return GPT(Size()).bfloat16()
+
+
+def as_it_ran(row: dict[str, Any], sizes: Sequence[ParamSize]) -> OffloadConfig:
+    """The row's configuration. Where it leaves the CPU's share open, with the share that gives the row's plan."""
+    config = OffloadConfig(**row["config"])
+    if config.update_on != "auto" or config.host_fraction is not None:
+        return config
+    shares = (dataclasses.replace(config, host_fraction=percent / 100) for percent in range(101))
+    return next(one for one in shares if plan_placements(sizes, one).summary() == row["plan"])
+
+
+def predicted_ms(row: dict[str, Any], config: OffloadConfig) -> float:
+    """From the machine and the workload that were measured in the row's run."""
+    machine, workload = Machine.from_json(json.dumps(row["measured_machine"])), Workload(**row["workload"])
+    prediction = make_plan(meta_model(), machine, config, workload=workload).prediction
+    assert prediction is not None
+    assert prediction.iteration_ms is not None
+    return prediction.iteration_ms
+
+
+def draw_predictions(axes: Axes, found: list[dict[str, Any]], sizes: Sequence[ParamSize]) -> None:
+    ends = [600.0, 1350.0]
+    below, above = ([factor * end for end in ends] for factor in (1 / (1 + LIMIT), 1 / (1 - LIMIT)))
+    axes.fill_betweenx(ends, below, above, color="#eeeeee", linewidth=0, zorder=0, label=f"within {LIMIT:.0%}")
+    axes.plot(ends, ends, color="#999999", linewidth=0.8, zorder=0.5)
+    for by_cpu, (label, color, marker) in KINDS.items():
+        points = [(row, config) for row in found if by_cpu == uses_cpu(config := as_it_ran(row, sizes))]
+        for settled, face, suffix in ((True, color, ""), (False, "none", ", window opening")):
+            shown = [(row["measured_ms"], predicted_ms(row, one)) for row, one in points if is_settled(row) == settled]
+            style: dict[str, Any] = {"s": 22, "marker": marker, "edgecolor": color, "facecolor": face}
+            if shown:
+                axes.scatter(*zip(*shown, strict=True), label=label + suffix, **style)
+    axes.set(xlim=ends, ylim=ends, xlabel="measured, ms", ylabel="predicted, ms")
+    axes.set_title("an iteration of every plan", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8, loc="upper left", borderpad=0, handletextpad=0.3)
+
+
+def uses_cpu(config: OffloadConfig) -> bool:
+    return config.update_on == "host" or bool(config.host_fraction)
+
+
+def is_settled(row: dict[str, Any]) -> bool:
+    return "window" not in row["config"] or row["date"] >= WINDOWS_ARE_OPEN_SINCE
+
+
+def draw_shares(axes: Axes, found: list[dict[str, Any]], sizes: Sequence[ParamSize]) -> None:
+    """Iterations over the CPU's share: points were measured, lines are predicted."""
+    for budget, color in BUDGET_COLORS.items():
+        by_hand = [row for row in found if row.get("device_budget") == budget and row["plan_name"].endswith("CPU")]
+        by_hand = [row for row in by_hand if "window" not in row["config"]]
+        (chosen,) = [row for row in found if row.get("device_budget") == budget and row["plan_name"] == "chosen"]
+        config = as_it_ran(chosen, sizes)
+        percents = range(0, 101, 2)
+        grid = [dataclasses.replace(config, host_fraction=percent / 100) for percent in percents]
+        axes.plot(percents, [predicted_ms(chosen, one) for one in grid], color=color, linewidth=1)
+        percent = [100 * row["config"]["host_fraction"] for row in by_hand]
+        label = f"device_budget of {budget.removesuffix('GiB')} GiB"
+        axes.scatter(percent, [row["measured_ms"] for row in by_hand], s=22, color=color, label=label)
+        assert config.host_fraction is not None
+        axes.scatter([100 * config.host_fraction], [chosen["measured_ms"]], s=55, marker="*", color=color)
+    axes.scatter([], [], s=55, marker="*", color="#6b6b6b", label='chosen by update_on="auto"')
+    axes.set(ylim=(600, 1250), xlabel="share of what left the device that the CPU updates, %", ylabel="ms")
+    axes.set_title("over the CPU's share: points measured, lines predicted", fontsize=10, loc="left")
+    axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2, borderpad=0, handletextpad=0.3)
+
+
 if __name__ == "__main__":
     streamed_step()
     overlap_timeline()
     overlap_fractions()
+    plans()

@@ -11,9 +11,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize(("name", "says"), [("minimal", "state"), ("overlap", "weights 0, average 0")])
-def test_example(name, says):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+SAYS = {
+    "minimal": "state",
+    "overlap": "weights 0, average 0",
+    "plan": "as planned at first: True; elements that differ from the plain run: 0",
+}
+
+
+@pytest.mark.parametrize(("name", "says"), SAYS.items())
+def test_example(name, says, tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OFFSTAGE_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", f"examples.{name}"]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost model against what was measured, and where it must not go: more of anything never predicts slower."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,11 +13,17 @@ from hypothesis import strategies as st
 from benchmarks.workload import GPT, Size
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
+from offstage.machine import Machine
+from offstage.plan import plan_placements
 from offstage.planner import make_plan
 from offstage.predict import Load, Shares, Totals, Workload, exposed, rates_of
+from offstage.sizes import param_sizes
 from tests.machines import GIB, machine, machines, node
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "results" / "overlap.jsonl"
+PLANS = ROWS.with_name("plans.jsonl")
+WINDOWS_ARE_OPEN_SINCE = "2026-11-15T09:41"
+"""Before, `benchmarks.plans` began to measure after one iteration, in which a window does not open yet."""
 FORWARD_SHARE = 0.25
 """Of forward and backward together: every block is checkpointed, so backward computes the forward again and then twice
 as much. The rows agree: with `overlap_forward`, the mean over n iterations, the last of which nothing hides, is above
@@ -84,6 +91,40 @@ def test_bytes_are_predicted(case):
     in_backward = row["config"].get("update_in_backward")
     if not in_backward and row["micro_batches"] == 1:  # elsewhere the peak is that of activations
         assert found.device_peak_bytes == pytest.approx(row["peak_gib"] * GIB, rel=0.02)
+
+
+def plans_measured() -> dict[str, dict]:
+    """The newest row of each plan of `benchmarks.plans`, as far as a steady state was measured."""
+    newest = {}
+    for row in map(json.loads, PLANS.read_text().splitlines()):
+        if "window" not in row["config"] or row["date"] >= WINDOWS_ARE_OPEN_SINCE:
+            newest[f"{row['plan_name']}, {row.get('device_budget', 'no budget')}"] = row
+    return newest
+
+
+def as_it_ran(row: dict) -> OffloadConfig:
+    """The row's configuration. Where it leaves the CPU's share open, with the share that gives the row's plan."""
+    config = OffloadConfig(**row["config"])
+    if config.update_on != "auto" or config.host_fraction is not None:
+        return config
+    sizes = param_sizes(workload_model(), config)
+    shares = (dataclasses.replace(config, host_fraction=percent / 100) for percent in range(101))
+    return next(one for one in shares if plan_placements(sizes, one).summary() == row["plan"])
+
+
+@pytest.mark.parametrize("name", plans_measured())
+def test_plans_are_predicted_from_the_machine_they_ran_on(name):
+    """Bytes within 2% and iterations within 15%, by the arithmetic as it is now."""
+    row = plans_measured()[name]
+    rates, work = Machine.from_json(json.dumps(row["measured_machine"])), Workload(**row["workload"])
+    found = make_plan(workload_model(), rates, as_it_ran(row), workload=work).prediction
+    assert found.iteration_ms == pytest.approx(row["measured_ms"], rel=0.15)
+    assert found.device_state_bytes == pytest.approx(row["device_state_bytes"][0], rel=0.02)
+    assert found.host_bytes == pytest.approx(row["host_bytes"][0], rel=0.02)
+    assert found.bytes_up == pytest.approx(row["bytes_to_device"][0], rel=0.02)
+    assert found.bytes_down == pytest.approx(row["bytes_to_host"][0], rel=0.02)
+    if not row["config"].get("update_in_backward"):  # there the peak is that of activations
+        assert found.device_peak_bytes == pytest.approx(row["peak_gib"][0] * GIB, rel=0.02)
 
 
 TOTALS = Totals(state=32.4e9, weights=5.4e9, params=2.7e9)

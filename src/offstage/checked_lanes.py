@@ -106,6 +106,12 @@ class CheckedLanes(Lanes):
         self._inner.synchronize(reason)
         self._clocks.wait_for_all(HOST, but=_CALLER)
 
+    def check(self) -> None:
+        self._inner.check()
+
+    def forget(self) -> None:
+        self._inner.forget()
+
     def passed(self, mark: _Moment) -> bool:
         done = self._inner.passed(mark[0])
         if done:

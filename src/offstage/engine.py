@@ -18,6 +18,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -475,12 +476,24 @@ class Engine:
         try:
             for mark in (*last, *raised.values()):
                 lanes.wait(mark, reason)
-        except Exception as error:  # of a host thread, that others wait for
-            self.lost = (
-                f"An update failed ({type(error).__name__}: {error}); the weights and state are between two steps. "
-                "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
-            )
-            raise StepLostError(self.lost) from error
+        except Exception as error:
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> NoReturn:
+        """Work that another thread did, or gave to its lane, has failed."""
+        self.lost = (
+            f"An update failed ({type(error).__name__}: {error}); the weights and state are between two steps. "
+            "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
+        )
+        raise StepLostError(self.lost) from error
+
+    def check(self) -> None:
+        """Everything was drained: raise if something of it has failed."""
+        if self._lanes is not None and self.lost is None:
+            try:
+                self._lanes.check()
+            except Exception as error:
+                self._lose(error)
 
     def revert(self) -> None:
         """The round's speculative updates do not count: weights are as before, and so is the state on the host."""
@@ -526,11 +539,14 @@ class Engine:
 
     def reset(self) -> None:
         """After a lost step: forget trips that were under way."""
-        if self._pipeline is not None:
+        if self._lanes is not None:
             self.synchronize("reset: nothing is under way")
+            self._lanes.forget()
+        for host, _ in self.host_side.states:
+            host.stored.clear()
+        if self._pipeline is not None:
             self._pipeline.reset()
         if self._trips is not None:
-            self.synchronize("reset: nothing is under way")
             self._trips.forget()
         self.pending.clear()
         self._round = None
@@ -539,6 +555,8 @@ class Engine:
 
     def close(self) -> None:
         """Give everything back: slots behind their last store, then the arenas."""
+        if self.lost is not None:
+            self.reset()
         if self._pipeline is not None:
             self._retire(self._pipeline)
         self._pipeline, self._closed = None, True

@@ -120,6 +120,12 @@ class Lanes(ABC):
     def synchronize(self, reason: str) -> None:
         """Make the host wait for every lane (not for the caller's stream)."""
 
+    def check(self) -> None:  # noqa: B027
+        """Raise what work that another thread gave to its lane has failed with, if any has."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Everything was drained, and what has failed does not matter any more."""
+
     @abstractmethod
     def passed(self, mark: Mark) -> bool:
         """Whether everything before `mark` is done. Never waits."""
@@ -176,13 +182,15 @@ class AcceleratorLanes(Lanes):
         reads: Buffers = (),
         writes: Buffers = (),
     ) -> Mark:
-        before = [*after.values(), None if lane in UNORDERED else self._last.get(lane)]
-        promises = [mark for mark in before if isinstance(mark, Promise) and not mark.is_over]
+        last = None if lane in UNORDERED else self._last.get(lane)
+        # A lane whose work has failed stays so: whoever waits for its last mark must hear of it.
+        marks = [last.mark() if last is not None and last.is_over else last, *after.values()]
+        promises = [mark for mark in marks if isinstance(mark, Promise) and not mark.is_over]
         if not promises and self._is_full(lane):
             promises = [self._room(lane)]
         if not promises:
-            return self._submit(lane, work, after.values())
-        made = self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, after.values())))
+            return self._submit(lane, work, marks)
+        made = self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, marks)))
         self._last[lane] = made
         return made
 
@@ -285,6 +293,15 @@ class AcceleratorLanes(Lanes):
             promise.wait()
         for stream in self._streams.values():
             stream.synchronize()
+
+    def check(self) -> None:
+        for last in self._last.values():
+            if last.is_over:
+                last.mark()
+
+    def forget(self) -> None:
+        self._last.clear()
+        self._promises.clear()
 
     def passed(self, mark: Mark) -> bool:
         if isinstance(mark, Promise) and not mark.is_over:

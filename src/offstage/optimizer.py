@@ -164,6 +164,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._overlap.all_waited()
         for engine in self._engines.values():
             engine.synchronize("host: all stores are done")
+            engine.check()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Gradients of an iteration that is given up take its updates with them, where that is possible."""

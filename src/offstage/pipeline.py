@@ -343,10 +343,12 @@ class Pipeline:
 
     def reset(self) -> None:
         """Forget trips under way, after the lanes have been drained: what is on the host is what counts."""
+        for slot in self._slots.values():
+            slot.free = self.lanes.mark()  # the one before may never come
         self.staged.clear()
         self.ring = Ring(0)
-        for slot in self._slots or range(self.num_slots):
-            self.ring.add(slot)
+        for number in self._slots or range(self.num_slots):
+            self.ring.add(number)
 
     def close(self) -> None:
         """Give the slots' memory back, behind the last store from each."""

@@ -206,6 +206,7 @@ class Places:
         for engine in self.engines.values():
             with contextlib.suppress(StepLostError):
                 engine.settle(list(engine.pending), reason)
+                engine.check()
 
     def moved_bytes(self) -> tuple[int, int]:
         """(fetched, stored) since the beginning."""
