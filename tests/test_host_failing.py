@@ -275,9 +275,9 @@ def test_ctrl_c_while_someone_waits_for_host_threads(waiting):
 
 def wait_until(condition, seconds=10.0):
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.005)
-    return condition()
+    return met
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])

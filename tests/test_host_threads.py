@@ -4,6 +4,7 @@
 import functools
 import gc
 import os
+import signal
 import threading
 import time
 import weakref
@@ -42,9 +43,9 @@ def our_threads(before):
 
 def wait_until(condition):
     end = time.monotonic() + 10
-    while not condition() and time.monotonic() < end:
+    while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.002)
-    return condition()
+    return met
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -345,16 +346,54 @@ def test_threads_start_with_the_first_job_and_end_with_their_owner():
     assert wait_until(lambda: not any(thread.is_alive() for thread in started))
 
 
-def test_jobs_that_were_given_are_done_although_the_owner_is_gone():
-    gate, jobs = threading.Event(), Jobs(HostThreads(2))
-    ran = []
+def test_dropping_the_owner_waits_for_what_was_given():
+    gate, jobs, ran = threading.Event(), Jobs(HostThreads(2)), []
     jobs.give([functools.partial(ran.append, 1)], wait=lambda: gate.wait(10))
     jobs.give([functools.partial(ran.append, 2)] * 3)
+    opener = threading.Timer(0.02, gate.set)
+    opener.start()
     del jobs.threads
     gc.collect()
-    gate.set()
-    jobs.wait()
     assert sorted(ran) == [1, 2, 2, 2]
+    jobs.wait()
+    opener.join()
+
+
+def test_threads_may_drop_their_owner():
+    """The last reference may go in one of the threads themselves: it does not wait for itself."""
+    before = set(threading.enumerate())
+    owners, over = [HostThreads(2)], threading.Event()
+    owners[0].give([owners.clear], wait=lambda: None, done=lambda error: over.set())
+    started = our_threads(before)
+    assert over.wait(10)
+    assert wait_until(lambda: not any(thread.is_alive() for thread in started))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork in a process with threads: that is the point
+def test_a_forked_child_may_drop_them():
+    """It has none of the threads, and maybe a lock that one of them held."""
+    threads = HostThreads(2)
+    Jobs(threads).give([lambda: None]).wait(10)
+    held, release = threading.Event(), threading.Event()
+
+    def hold():
+        with threads._queue._changed:
+            held.set()
+            release.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    child = os.fork()
+    if child == 0:
+        del threads
+        gc.collect()
+        os._exit(0)
+    release.set()
+    holder.join()
+    if not wait_until(lambda: os.waitpid(child, os.WNOHANG) == (child, 0)):
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the child hangs")
 
 
 def test_idle_threads_keep_nothing_alive():

@@ -118,10 +118,10 @@ def assert_on_host(run, setting, share, clip):
 @pytest.mark.parametrize("share", [0.4, 1.0])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_combination_gives_the_bits_of_the_plain_step(setting, share, form):
-    """Weights, all state and all norms; every loop on lazy lanes, every other one also on lanes that run at once."""
+    """Weights, all state and all norms; every loop on lazy lanes, some also on lanes that run at once."""
     start = list(SETTINGS).index(setting) + list(FORMATS).index(form)
     for number, (clip, micro_batches) in enumerate(loops_of(form), start):
-        for kind in [number % 9, None] if number % 2 else [number % 9]:
+        for kind in [number % 9, None] if number % 3 == 0 else [number % 9]:
             with lanes(kind):
                 run = train({**SETTINGS[setting], "host_fraction": share}, form, clip, micro_batches)
             assert differences(plain(form, clip, micro_batches), run) == [], (clip, micro_batches, kind)
@@ -160,7 +160,7 @@ def test_checkpointing(setting, share, kind):
     assert differences(expected, run) == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(
         st.tuples(st.sampled_from(test_random_life.EVENTS), st.integers(0, 255)),
@@ -184,7 +184,7 @@ def test_lives_with_the_cpu_and_without_are_the_same(events, kind, fraction, sha
     assert all(same_bits(a, b) for a, b in zip(ours.end(), resident.end(), strict=True))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(
         st.tuples(st.sampled_from(test_overlap_life.EVENTS), st.integers(0, 255)),
