@@ -363,7 +363,6 @@ assert not ran
 ENDS = {
     "exit": ("", 0),
     "exit with the model alone": ("del optimizer\n", 0),
-    "sys.exit": ("import sys\nsys.exit(3)\n", 3),
     "an exception": ("raise KeyboardInterrupt\n", None),
 }
 

@@ -278,9 +278,9 @@ def test_a_failure_is_told_to_whoever_waits_and_nothing_follows_it(lanes):
 
 
 def test_promises_that_are_over_are_forgotten(lanes):
-    for _ in range(50):
+    for _ in range(500):
         lanes.submit_on_host([lambda: None], after={}).wait()
-    assert len(lanes._promises) <= 2
+    assert len(lanes._promises) <= 66  # looked through now and then, not every time
 
 
 def test_a_long_step_that_waits_at_its_beginning(lanes):

@@ -106,6 +106,9 @@ class CheckedLanes(Lanes):
         self._inner.synchronize(reason)
         self._clocks.wait_for_all(HOST, but=_CALLER)
 
+    def has_promised(self) -> bool:
+        return self._inner.has_promised()
+
     def check(self) -> None:
         self._inner.check()
 

@@ -88,8 +88,8 @@ class OffloadConfig:
     ``update_on="auto"``; ``None`` lets the planner choose there."""
 
     threads: int | None = None
-    """CPU threads for updates on the host. ``None``: what affinity, the cgroup's CPU limit and the number of ranks on
-    this node leave."""
+    """CPU threads for updates on the host by offstage's own Adam and AdamW. ``None``: what affinity, the cgroup's CPU
+    limit and the number of ranks on this node leave. Other classes use torch's threads (`torch.set_num_threads`)."""
 
     rule: Literal["auto", "torch"] = "auto"
     """``"auto"``: offstage's own kernels for Adam and AdamW, the user's class for the others.

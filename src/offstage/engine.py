@@ -16,6 +16,7 @@ import itertools
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
@@ -29,7 +30,7 @@ from offstage.foreign_watch import ForeignWatch
 from offstage.held_state import HeldState
 from offstage.host_cpus import num_threads
 from offstage.host_side import HostSide
-from offstage.host_threads import HostThreads
+from offstage.host_threads import HostThreads, is_host_thread
 from offstage.host_trips import HostTrips
 from offstage.lanes import Lane, Lanes, Mark, lanes_for, on_device
 from offstage.layout import Chunk, Piece
@@ -69,6 +70,8 @@ class Engine:
         self._lanes: Lanes | None = None
         self._pipeline: Pipeline | None = None
         self._trips: HostTrips | None = None
+        self._in_use: list[object] = []
+        """What lanes may still use when this engine is dropped."""
         self.host_side = HostSide(device, rule, config)
         self._round: Round | None = None
         self.pending: dict[HeldState, Pending] = {}
@@ -87,7 +90,7 @@ class Engine:
         _alive.add(self)
 
     def add(self, states: Sequence[HeldState]) -> None:
-        """Give streamed parameters their arenas and chunks."""
+        """Give parameters that are not resident their arenas, chunks, and the way there."""
         self.host_side.add(states)
         if not self.host_side.states:
             return
@@ -97,8 +100,10 @@ class Engine:
             if self._pipeline is not None:
                 self._retire(self._pipeline)
             self._pipeline = Pipeline(lanes, num_slots=self._config.slots, slot_bytes=slot_bytes)
+            self._in_use.append(self._pipeline)
         if self._trips is None and any(host.on_host for host, _ in self.host_side.states):
             self._trips = HostTrips(lanes, self._rule, self.device, pin=self._config.pin_memory)
+            self._in_use += [self._trips, self.host_side]
 
     def _make_lanes(self) -> Lanes:
         if self._lanes is None:
@@ -107,14 +112,16 @@ class Engine:
             asked = 1 if self._rule.threads_itself else self._config.threads
             self._lanes.threads = _threads_near(self.device, asked)
             # Dropped with work under way: what the lanes still use must not be freed before they are done.
-            weakref.finalize(self, _drain, self._lanes, os.getpid())
+            weakref.finalize(self, _drain, self._lanes, self._in_use, os.getpid())
             self._foreign.attach(self._lanes)
             self.timer = StepTimer(self._lanes)
         return self._lanes
 
     def carry_on(self, other: Engine) -> None:
         """This engine takes the place of `other` on the same device."""
-        self.link_gb_per_s = other.link_gb_per_s
+        if self._config.pin_memory == other._config.pin_memory:
+            self.link_gb_per_s = other.link_gb_per_s
+        self._foreign.carry_on(other._foreign)
         self._moved_before = other.moved_bytes
 
     def _retire(self, pipeline: Pipeline) -> None:
@@ -487,8 +494,17 @@ class Engine:
         )
         raise StepLostError(self.lost) from error
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether something that another thread did has failed."""
+        try:
+            self.check()
+        except StepLostError:
+            return True
+        return self.lost is not None
+
     def check(self) -> None:
-        """Everything was drained: raise if something of it has failed."""
+        """Raise if something that another thread did has failed."""
         if self._lanes is not None and self.lost is None:
             try:
                 self._lanes.check()
@@ -506,7 +522,10 @@ class Engine:
             self.synchronize("reset: nothing is under way")
             self._pipeline.reset()
         if round.ready:
-            lanes.wait(self._last_update, "redo: the speculative updates are done")
+            try:
+                lanes.wait(self._last_update, "redo: the speculative updates are done")
+            except Exception as error:  # not all old weights were kept
+                self._lose(error)
         for held, kept in round.kept.items():
             turn = round.ready[held]
             if lanes.checks:
@@ -542,6 +561,7 @@ class Engine:
         if self._lanes is not None:
             self.synchronize("reset: nothing is under way")
             self._lanes.forget()
+        self._foreign.forget()
         for host, _ in self.host_side.states:
             host.stored.clear()
         if self._pipeline is not None:
@@ -622,9 +642,14 @@ def _threads_near(device: torch.device, asked: int | None) -> HostThreads:
     return HostThreads(count if cpus is None or asked is not None else min(count, len(cpus)), cpus)
 
 
-def _drain(lanes: Lanes, owner: int) -> None:
-    if os.getpid() == owner:
-        lanes.synchronize("drop: nothing is under way")
+def _drain(lanes: Lanes, in_use: list[object], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    if is_host_thread():  # the garbage collector runs anywhere, and this one must not wait for itself
+        threading.Thread(target=_drain, args=(lanes, in_use, owner)).start()
+        return
+    lanes.synchronize("drop: nothing is under way")
+    in_use.clear()
 
 
 def _is_idle(held: HeldState) -> bool:

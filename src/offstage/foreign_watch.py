@@ -29,6 +29,14 @@ class ForeignWatch:
         self._lanes = lanes
         self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type != "cpu")
 
+    def carry_on(self, other: ForeignWatch) -> None:
+        """This watch takes the place of `other`: what was said once is not said again."""
+        self._logged = other._logged
+
+    def forget(self) -> None:
+        """Everything was drained: what the last look would have brought may never come."""
+        self._arrived, self._looked = None, False
+
     def look(self) -> None:
         counter = self._rule.foreign_weights(self._device)
         if counter is None or self._logged:

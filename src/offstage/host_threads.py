@@ -8,6 +8,7 @@ the end of a chunk. Slices release the GIL for nearly all of their time, so thre
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 _LONGEST_JOIN_S = 10.0
+_NAME = "offstage-host-"
 Slice = Callable[[], None]
 Done = Callable[[BaseException | None], None]
 
@@ -45,8 +47,9 @@ class HostThreads:
     def __init__(self, num_threads: int, cpus: Collection[int] | None = None) -> None:
         """`cpus`: where the threads may run, if not everywhere."""
         self.num_threads = num_threads
-        self._queue = _Queue()
         self._cpus = cpus
+        self._starting = threading.Lock()
+        self._queue = _Queue()
         self._threads: list[threading.Thread] = []
         # Threads hold the queue, not this object: dropping it ends them.
         weakref.finalize(self, _end, self._queue, self._threads, os.getpid())
@@ -84,12 +87,13 @@ class HostThreads:
             raise errors[0]
 
     def _start(self) -> None:
-        while len(self._threads) < self.num_threads:
-            # Daemons: the interpreter joins others before anything else at its exit, when they still wait for work.
-            name = f"offstage-host-{len(self._threads)}"
-            thread = threading.Thread(target=_work, args=(self._queue, self._cpus), name=name, daemon=True)
-            self._threads.append(thread)
-            thread.start()
+        with self._starting:
+            while len(self._threads) < self.num_threads:
+                # Daemons: the interpreter joins others before anything else at its exit, when they wait for work.
+                name = f"{_NAME}{len(self._threads)}"
+                thread = threading.Thread(target=_work, args=(self._queue, self._cpus), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
 
 class _Queue:
@@ -179,6 +183,11 @@ class _Busy:
             self._queue._end()
 
 
+def is_host_thread() -> bool:
+    """Whether the caller is one of these threads."""
+    return threading.current_thread().name.startswith(_NAME)
+
+
 def _end(queue: _Queue, threads: list[threading.Thread], owner: int) -> None:
     """Let the threads end, and wait for it: one that is still in torch when the interpreter ends takes it down."""
     if os.getpid() != owner:
@@ -192,7 +201,8 @@ def _end(queue: _Queue, threads: list[threading.Thread], owner: int) -> None:
 def _work(queue: _Queue, cpus: Collection[int] | None) -> None:
     torch.set_grad_enabled(False)  # as in step(); this too is the thread's own
     if cpus is not None:
-        os.sched_setaffinity(0, cpus)  # of this thread
+        with contextlib.suppress(OSError):  # the process may have lost them since: slower, otherwise the same
+            os.sched_setaffinity(0, cpus)  # of this thread
     while (found := queue.next()) is not None:
         job, index = found
         error: BaseException | None = None

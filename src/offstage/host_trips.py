@@ -17,6 +17,7 @@ Who touches what, and which mark separates them:
 from __future__ import annotations
 
 import functools
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ class HostTrips:
         self.bytes_raised = 0
         self._lanes, self._rule, self._device, self._pin = lanes, rule, device, pin
         self._slots: deque[_HostSlot] = deque()
+        self._counting = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +90,7 @@ class HostTrips:
         )
         slot.free = self._lanes.submit(
             Lane.RAISE,
-            functools.partial(_raise, up, self._rule, self._device, shares),
+            functools.partial(self._raise, up, shares),
             after={"raise: the weights are updated": updated},
             reads=[staged for _, staged in up],
             writes=[device for device, _ in up],
@@ -96,6 +98,16 @@ class HostTrips:
         self.bytes_lowered += sum(staged.nbytes for _, staged in down)
         self.bytes_raised += sum(staged.nbytes for _, staged in up)
         return slot.free
+
+    def _raise(self, copies: Copies, shares: Sequence[Share]) -> None:
+        for tensor, staged in copies:
+            tensor.copy_(staged, non_blocking=True)
+        for share in shares:
+            with self._counting:  # pieces of one parameter may be raised by several threads
+                share.turn.updated += share.stop - share.start
+                complete = share.turn.updated == share.turn.weight.numel()
+            if complete:
+                self._rule.raised(self._device, share.turn)
 
     def forget(self) -> None:
         """Nothing is under way: the lanes have been drained."""
@@ -150,15 +162,6 @@ def _copies(shares: Sequence[Share]) -> tuple[Copies, Copies]:
 def _lower(copies: Copies) -> None:
     for device, staged in copies:
         staged.copy_(device, non_blocking=True)
-
-
-def _raise(copies: Copies, rule: Rule, device: torch.device, shares: Sequence[Share]) -> None:
-    for tensor, staged in copies:
-        tensor.copy_(staged, non_blocking=True)
-    for share in shares:
-        share.turn.updated += share.stop - share.start
-        if share.turn.updated == share.turn.weight.numel():
-            rule.raised(device, share.turn)
 
 
 def _aligned(nbytes: int) -> int:

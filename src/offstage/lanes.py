@@ -4,7 +4,7 @@
 Work is submitted to a lane together with the marks it comes after, each under a name that says which hazard the
 wait closes, and with the buffers it reads and writes. The caller's current stream is a lane too. Backends:
 
-- `AcceleratorLanes`: streams and events; nothing here ever blocks the host except `synchronize`.
+- `AcceleratorLanes`: streams and events. The host waits in `synchronize`, and for marks that are still promised.
 - `ImmediateLanes`: a machine without an accelerator; work runs when it is submitted.
 - `LazyLanes` (`lazy_lanes.py`): for tests; work runs as late and as out of order as its marks allow.
 
@@ -47,9 +47,10 @@ class Lane(enum.Enum):
 
 
 _MOST_UNDER_WAY = 112
-"""Pieces of work in one stream's queue. The driver has room for about a thousand operations, eight to a piece, and
-whoever gives it more waits with the interpreter in its hands. So what there is no room for is promised, and given by a
-thread that waits for it: `step()` returns at once, and forward begins while most of the step is still to come."""
+"""Pieces of work in one stream's queue. The driver has room for about a thousand operations, mostly fewer than eight to
+a piece, and whoever gives it more waits with the interpreter in its hands. So what there is no room for is promised,
+and given by a thread that waits for it: `step()` returns at once, and forward begins while most of the step is still to
+come."""
 UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
 """Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
 
@@ -120,6 +121,10 @@ class Lanes(ABC):
     def synchronize(self, reason: str) -> None:
         """Make the host wait for every lane (not for the caller's stream)."""
 
+    def has_promised(self) -> bool:
+        """Whether there is work that other threads have still to give to its lane."""
+        return False
+
     def check(self) -> None:  # noqa: B027
         """Raise what work that another thread gave to its lane has failed with, if any has."""
 
@@ -172,6 +177,7 @@ class AcceleratorLanes(Lanes):
         """The last work of a lane that was promised: what comes after it may not overtake it."""
         self._promises: list[Promise] = []
         """Of work that has not been given to its stream yet, and some that has."""
+        self._look_through_at = 64
 
     def submit(
         self,
@@ -183,8 +189,10 @@ class AcceleratorLanes(Lanes):
         writes: Buffers = (),
     ) -> Mark:
         last = None if lane in UNORDERED else self._last.get(lane)
-        # A lane whose work has failed stays so: whoever waits for its last mark must hear of it.
-        marks = [last.mark() if last is not None and last.is_over else last, *after.values()]
+        if last is not None and last.is_over:
+            last.mark()  # a lane whose work has failed stays so: whoever waits for its last mark must hear of it
+            last = self._last.pop(lane)
+        marks = [last, *after.values()]
         promises = [mark for mark in marks if isinstance(mark, Promise) and not mark.is_over]
         if not promises and self._is_full(lane):
             promises = [self._room(lane)]
@@ -241,7 +249,9 @@ class AcceleratorLanes(Lanes):
         return self._promise([mark for mark in marks if isinstance(mark, Promise)], give)
 
     def _promise(self, promises: Sequence[Promise], act: Callable[[Promise], None]) -> Promise:
-        self._promises = [promise for promise in self._promises if not promise.is_over]
+        if len(self._promises) >= self._look_through_at:
+            self._promises = [promise for promise in self._promises if not promise.is_over]
+            self._look_through_at = 2 * len(self._promises) + 64
         made = promised_after(promises, act)
         self._promises.append(made)
         return made
@@ -294,6 +304,9 @@ class AcceleratorLanes(Lanes):
         for stream in self._streams.values():
             stream.synchronize()
 
+    def has_promised(self) -> bool:
+        return not all(promise.is_over for promise in self._promises)
+
     def check(self) -> None:
         for last in self._last.values():
             if last.is_over:
@@ -304,7 +317,7 @@ class AcceleratorLanes(Lanes):
         self._promises.clear()
 
     def passed(self, mark: Mark) -> bool:
-        if isinstance(mark, Promise) and not mark.is_over:
+        if isinstance(mark, Promise) and not mark.is_kept:
             return False
         event = _event(mark)
         return event is None or bool(event.query())

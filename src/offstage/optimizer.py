@@ -235,18 +235,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.check_not_lost()
         config = replanned_config(self, changes)
         self.drain_state()
-        self.settle()
-        places = moved_places(self, self._places, config)
-        old, self._places = self._places, places
-        self._held, self._engines, self.config = places.held, places.engines, config
-        old.close()
-        self._host_s_until = deque([0.0], maxlen=2)
-        if self._overlap is not None:
-            self._overlap.replanned(config)
+        self._move_to(config)
         if self.speculation.clips:
             self.speculation.arm(self.engines, None if config.host_budget is None else int(config.host_budget))
+        if self._overlap is not None:
+            self._overlap.replanned(config)
         logger.info("replanned, %s", self.plan.summary())
         return self.plan
+
+    def _move_to(self, config: OffloadConfig) -> None:
+        places = moved_places(self, self._places, config)
+        self._places.close()
+        self._places, self._held, self._engines = places, places.held, places.engines
+        self.config = config
+        self._host_s_until = deque([0.0], maxlen=2)
 
     def device_state_bytes(self, device: torch.device) -> int:
         """State on `device` now: resident state and slots."""
@@ -347,7 +349,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _fail(self, error: BaseException, updated: bool) -> None:
         """Nothing updated yet: all is as before the step. Otherwise the step is lost, and says so from now on."""
-        lost = updated or any(engine.updating for engine in self._engines.values())
+        lost = updated or any(engine.updating or engine.has_failed for engine in self._engines.values())
         self.drop_trips()
         if lost:
             self._lost = (
@@ -570,7 +572,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def drop_trips(self) -> None:
         """Drain everything and forget trips of a lost step: all state is about to be replaced."""
         if self.speculation.active:
-            self._take_back()
+            with contextlib.suppress(StepLostError):
+                self._take_back()
         self._places.give_up("load: the weights are ready")
         for engine in self._engines.values():
             engine.reset()

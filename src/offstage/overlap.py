@@ -219,6 +219,11 @@ class Overlap:
         """Graphs replay without cues: from the first capture on everything happens in `step()`."""
         if not engine.capturing():
             return False
+        if engine.lanes is not None and engine.lanes.has_promised():
+            raise OffstageError(
+                "A graph capture began while updates of the last step were still being given to the device by other "
+                "threads; expected none. Call optimizer.synchronize() before the capture."
+            )
         self._off = True
         logger.warning(
             "A graph capture was seen: its replays give no cues, so overlap_forward, window and update_in_backward are "

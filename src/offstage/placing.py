@@ -87,6 +87,9 @@ class Places:
         if config.update_on != "auto" or config.host_fraction is not None:
             return config
         if device not in self._host_fractions:
+            by_device = dataclasses.replace(config, host_fraction=0.0)
+            if not plan_placements(sizes, by_device).host_bytes:
+                return by_device  # nothing leaves: there is nothing to measure for
             self._host_fractions[device] = self._choose_host_fraction(device, sizes)
         return dataclasses.replace(config, host_fraction=self._host_fractions[device])
 

@@ -15,7 +15,7 @@ from offstage.config import OffloadConfig, format_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.plan import ParamSize, Placement, Plan, plan_placements
 from offstage.predict import CHOSEN, Candidate, Prediction, Workload
-from offstage.search import Search, fastest
+from offstage.search import Search
 from offstage.sizes import Source, param_sizes
 from offstage.world import World
 
@@ -58,10 +58,10 @@ def make_plan(
 
 
 def choose_host_fraction(sizes: Sequence[ParamSize], machine: Machine, config: OffloadConfig) -> float:
-    """The share that `make_plan` chooses for the CPU, of what leaves the device. Whether it fits is asked elsewhere."""
+    """The share that `make_plan` chooses for the CPU, of what leaves the device. Refusing is left to others."""
     world = World(ranks_per_host=machine.ranks_on_host)
     search = Search(world.share_of(sizes), machine, config, world, None)
-    return fastest(search.own()).host_fraction
+    return search.best(search.own()).host_fraction
 
 
 def _on_one_device(sizes: Sequence[ParamSize]) -> Sequence[ParamSize]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Promise`: a mark of work that no stream has been given yet, because host threads must come so far first.
+"""`Promise`: a mark of work that no stream has been given yet.
 
 A stream cannot wait for the host, so work that follows an update on the host is given to its stream by the host thread
-that ends the update. Until then its mark is a promise. Used by `lanes.py`.
+that ends the update; and what a stream has no room for is given by a thread that waits for room. Until then its mark is
+a promise. Used by `lanes.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class Promise:
     @property
     def is_over(self) -> bool:
         return self._over.is_set()
+
+    @property
+    def is_kept(self) -> bool:
+        return self._over.is_set() and self._error is None
 
     def keep(self, mark: Any = None) -> None:
         self._end(mark, None)

@@ -55,7 +55,7 @@ def _complete(config: OffloadConfig, changes: Mapping[str, Any]) -> dict[str, An
         complete.setdefault("fraction", None)
     if changes.get("fraction") is not None:
         complete.setdefault("device_budget", None)
-    if changes.get("update_on") in ("device", "host"):
+    if changes.get("update_on") is not None:
         complete.setdefault("host_fraction", None)
     if changes.get("host_fraction") is not None and config.update_on == "host":
         complete.setdefault("update_on", "auto")

@@ -21,7 +21,8 @@ class Pending:
     updated: Mark
     """Its last update on the device."""
     order: int
-    """These follow each other on one lane: whoever has waited for a larger number has waited for this one."""
+    """These follow each other on one lane, which stays failed once one has failed: whoever has waited for a larger
+    number has waited for this one."""
     raised: list[Mark]
     """Updated on the host: when each of its pieces is on the device again. Nothing orders these."""
     place: Place

@@ -115,7 +115,7 @@ class Speculation:
 
     def arm(self, engines: Sequence[Engine], host_budget: int | None) -> None:
         """The loop clips: from the next round on updates in backward are speculative, if the host has the memory."""
-        self.clips, self.possible = True, False
+        self.clips, self.possible, self.impossible = True, False, None
         need = sum(engine.host_side.streamed_bytes for engine in engines)
         used = sum(engine.host_bytes for engine in engines)
         try:

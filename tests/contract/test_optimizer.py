@@ -331,8 +331,8 @@ def test_defaults_and_repr():
     assert "\n" not in extra[0]
     placement = extra[1].strip()
     assert "\n" not in placement
+    assert "state:" in placement
     assert "streamed" in placement
-    assert "resident" in placement
 
 
 def test_tensor_lr():

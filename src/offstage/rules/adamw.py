@@ -237,7 +237,8 @@ class _Scratch:
     """A device's few numbers: written and read on its update lane only, so the lane's order guards them.
 
     What updates on the host need of them is copied down on the same lane, when a round begins (`lower_rows`,
-    `observe`), before any of its gradients come down.
+    `observe`), before any of its gradients come down. `raised` writes a fingerprint on the raise lane: the caller has
+    waited for it before the next round.
     """
 
     def __init__(self, device: torch.device) -> None:

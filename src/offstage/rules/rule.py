@@ -115,7 +115,10 @@ class Share:
 
 
 class Rule(ABC):
-    """One optimizer family. `begin` and `update` run on the update lane, `slices` in threads of the host."""
+    """One optimizer family.
+
+    `begin` and `update` run on the update lane, `slices` in threads of the host, `raised` on the raise lane.
+    """
 
     rate_is_known = False
     """Whether `measure_machine` has measured how fast the host updates by this rule."""
