@@ -192,10 +192,12 @@ def _end(queue: _Queue, threads: list[threading.Thread], owner: int) -> None:
     """Let the threads end, and wait for it: one that is still in torch when the interpreter ends takes it down."""
     if os.getpid() != owner:
         return  # a forked child has no such threads, and maybe a lock that one of them held
+    if is_host_thread():  # the garbage collector runs anywhere, and none of them can wait for itself
+        threading.Thread(target=_end, args=(queue, threads, owner)).start()
+        return
     queue.close()
     for thread in threads:
-        if thread is not threading.current_thread():
-            thread.join(_LONGEST_JOIN_S)
+        thread.join(_LONGEST_JOIN_S)
 
 
 def _work(queue: _Queue, cpus: Collection[int] | None) -> None:

@@ -27,6 +27,8 @@ CHOSEN = "chosen"
 
 _LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches under backward, where chunks wait for the last of their gradients."""
+_CPU_IN_BACKWARD = 0.65
+"""Share of its rate that the CPU reaches under backward, whose hooks and recomputation need the interpreter too."""
 _TOGETHER = 0.9
 """Of what host memory carries for one thing alone, it carries so much for copies and the CPU together: measured."""
 _GRADIENTS_IN_FLIGHT = 0.25  # as in early.py
@@ -240,6 +242,8 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
             kept = Load(down=_KEPT_ON_HOST * off * (1.0 - shares.host) * totals.weights)
         early = streamed + kept if speculates else streamed + on_host  # speculation leaves the host's part to step()
         early_ms = early.ms(rates) / _LINK_IN_BACKWARD
+        if not speculates:
+            early_ms = max(early_ms, on_host.ms(rates) / _CPU_IN_BACKWARD)
         left = max(0.0, 1.0 - workload.backward_ms / early_ms) if early_ms else 0.0
     ahead = 1.0
     if not in_backward and streamed.up:  # what a window holds is there when step() begins
