@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offstage
-from offstage import engine as engine_module
-from offstage import placing
+from offstage import device_side, placing
 from offstage.engine import Engine
 from offstage.errors import StepLostError
 from offstage.plan import Placement
@@ -204,7 +203,7 @@ def test_an_exception_in_the_first_fetch_changes_nothing(monkeypatch, config):
         raise RuntimeError("the first copy failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module.Pipeline, "fetch", fail)
+        patch.setattr(device_side.Pipeline, "fetch", fail)
         with unchanged(model, optimizer), pytest.raises(RuntimeError, match="the first copy failed") as info:
             optimizer.step()
     assert not isinstance(info.value, StepLostError)

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from offstage import engine as engine_module
-from offstage import host_side
+from offstage import device_side, host_side
 from offstage.plan import Placement
 
 from .support import (
@@ -47,8 +46,8 @@ def test_off_is_off(monkeypatch):
 
     for owner, name in [
         (host_side, "Arena"),
-        (engine_module, "Pipeline"),
-        (engine_module, "lanes_for"),
+        (device_side, "Pipeline"),
+        (device_side, "lanes_for"),
         (torch, "Stream"),
         (torch, "Event"),
         (torch.Tensor, "register_hook"),
