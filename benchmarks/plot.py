@@ -236,7 +236,7 @@ def draw_shares(axes: Axes, found: list[dict[str, Any]], sizes: Sequence[ParamSi
         axes.scatter([100 * config.host_fraction], [chosen["measured_ms"]], s=55, marker="*", color=color)
     axes.scatter([], [], s=55, marker="*", color="#6b6b6b", label='chosen by update_on="auto"')
     axes.set(ylim=(600, 1250), xlabel="share of what left the device that the CPU updates, %", ylabel="ms")
-    axes.set_title("over the CPU's share: points measured, lines predicted", fontsize=10, loc="left")
+    axes.set_title("points measured, lines predicted", fontsize=10, loc="left")
     axes.legend(frameon=False, fontsize=8, loc="upper right", ncols=2, borderpad=0, handletextpad=0.3)
 
 

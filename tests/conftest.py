@@ -1,7 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings for every test."""
 
+import os
+import tempfile
+
 import torch
+
+# What the tests measure of this machine is nobody else's business.
+_cache = tempfile.TemporaryDirectory(prefix="offstage-tests-")
+os.environ["OFFSTAGE_CACHE"] = _cache.name
 
 # Some virtual machines report AMX and do not allow it: oneDNN's bf16 matrix products then die of an illegal
 # instruction. The tests need no fast matrix products.
