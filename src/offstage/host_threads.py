@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -154,8 +154,16 @@ class _Queue:
         if over:
             job.done(job.error)
 
-    def busy(self) -> _Busy:
-        return _Busy(self)
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """A slice runs within, in the caller's own thread."""
+        with self._changed:
+            self._begin()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._end()
 
     def _begin(self) -> None:
         if self._running == 0:
@@ -166,21 +174,6 @@ class _Queue:
         self._running -= 1
         if self._running == 0:
             self.busy_s += time.perf_counter() - self._since
-
-
-class _Busy:
-    """A slice runs within, in the caller's own thread."""
-
-    def __init__(self, queue: _Queue) -> None:
-        self._queue = queue
-
-    def __enter__(self) -> None:
-        with self._queue._changed:
-            self._queue._begin()
-
-    def __exit__(self, *_: object) -> None:
-        with self._queue._changed:
-            self._queue._end()
 
 
 def is_host_thread() -> bool:
