@@ -20,7 +20,6 @@ from numba.extending import intrinsic, overload
 
 from offstage.rules.rule import Hyperparameters
 
-_CODES = {None: 0, "fp32": 1, "split": 2}
 _FACTOR = np.uint64(0x1E3779B97F4A7C15)
 
 
