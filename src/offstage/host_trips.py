@@ -58,9 +58,9 @@ class HostTrips:
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     def prepare(self, slot_bytes: int) -> None:
-        """Staging buffers of at least `slot_bytes`. Before anything moves, so that running out of memory loses nothing.
+        """Staging buffers of at least `slot_bytes`: before anything moves, so that running out of memory loses nothing.
 
-        Larger ones take the place of those there are; nothing is under way then.
+        Larger ones take the place of those there are, after all that is under way.
         """
         if self._slots and self._slots[0].buffer.nbytes >= slot_bytes:
             return

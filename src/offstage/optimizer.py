@@ -126,7 +126,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step of the optimizer this was made from. The host does not wait for it.
+        """One step of the optimizer this was made from. The host does not wait for the device.
+
+        It waits until every update has been given to the device: with updates on the host, until they are made there.
+        With `overlap_forward` not even for that.
 
         When it returns, whatever the caller's stream is given next sees the new weights. With `overlap_forward` that
         holds for each module's forward, and for everything after `synchronize()`; `.grad` is `None` afterwards.
