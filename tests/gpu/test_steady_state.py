@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """No synchronisation and no allocation in a steady-state step; slots bound the device memory of state."""
 
+import threading
+
 import pytest
 import torch
 
 import offstage
-from benchmarks.steady_state import CASES, steady_state
+from benchmarks.steady_state import CASES, HOST_WAIT, calls_beyond_the_profilers, loop_trace, steady_state
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -13,6 +15,24 @@ def test_no_synchronisation_and_no_allocation(name: str) -> None:
     result = steady_state(*CASES[name], steps=5)
     assert result["allocations"] == 0
     assert result["forbidden_calls"] == {}
+
+
+def test_a_wait_of_the_loop_is_counted_and_that_of_another_thread_is_not() -> None:
+    """The control of the test before: three waits, of which the loop makes two."""
+
+    def wait(*_: torch.Tensor) -> None:
+        torch.cuda.current_stream().record_event().synchronize()
+
+    weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    weight.register_post_accumulate_grad_hook(wait)
+    other = threading.Thread(target=wait)
+    with loop_trace() as trace:
+        wait()
+        weight.sum().backward()
+        other.start()
+        other.join()
+    assert sum(event.name == HOST_WAIT for event in trace.events()) >= 3
+    assert calls_beyond_the_profilers(trace)[HOST_WAIT] == 2
 
 
 def test_slots_bound_device_memory() -> None:
