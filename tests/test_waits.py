@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -463,7 +464,54 @@ def host_and_device_clipped_now_and_then():
     return model_result(model, optimizer)
 
 
+def state_at(snapshots, optimizer):
+    """What a writer reads of snapshots."""
+    lines = []
+    with mock.patch("offstage.snapshot._LONGEST_WAIT_S", 0.01):
+        for held in optimizer.all_held():
+            snapshot = snapshots[id(held.host)]
+            for key in held.keys:
+                line = torch.empty(key.numel(held.local), dtype=key.dtype)
+                snapshot.read(held.index, key.name, 0, line.numel(), into=line)
+                lines.append(line)
+    return lines
+
+
+def saved_while_training(**config):
+    """A snapshot is read when all of it has been overwritten."""
+    weights, optimizer = make(params=6, size=4000, **config)
+    steps(weights, optimizer, 2)
+    optimizer.drain_state()
+    snapshots = optimizer.take_snapshots()
+    steps(weights, optimizer, 2)
+    optimizer.settle_snapshots()
+    return state_at(snapshots, optimizer)
+
+
+def on_host_saved_while_training():
+    """The last updates, and with them the copies, are still to come when step() returns."""
+    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
+    iterate(model, optimizer, range(2))
+    optimizer.drain_state()
+    snapshots = optimizer.take_snapshots()
+    iterate(model, optimizer, range(1))
+    optimizer.settle_snapshots()
+    return state_at(snapshots, optimizer)
+
+
+def saved_with_speculation():
+    """Steps go to the other set of arenas; the second of them to the one that is being saved."""
+    model, optimizer = make_model(update_in_backward=True)
+    iterate(model, optimizer, range(3), clip=[1e4])
+    optimizer.drain_state()
+    snapshots = optimizer.take_snapshots()
+    iterate(model, optimizer, range(3), clip=[1e4])
+    optimizer.settle_snapshots()
+    return state_at(snapshots, optimizer)
+
+
 ALL_ON_HOST = [
+    on_host_saved_while_training,
     on_host,
     on_host_with_split_masters,
     on_host_only_weights,
@@ -486,6 +534,8 @@ ALL_ON_HOST = [
 ]
 SCENARIOS = [
     *ALL_ON_HOST,
+    saved_while_training,
+    saved_with_speculation,
     host_and_device,
     host_and_device_in_backward,
     host_and_device_clipped_now_and_then,
@@ -546,6 +596,7 @@ def test_the_waits_are_these():
         "fetch: the slot is free",
         "forward: the weights are ready",
         "host: all stores are done",
+        "host: the snapshot has its copy",
         "host: weights and gradients have come down",
         "load: the weights are ready",
         "lower: the gradients are ready",
@@ -560,9 +611,11 @@ def test_the_waits_are_these():
         "read: the weights are ready",
         "redo: the speculative updates are done",
         "reset: nothing is under way",
+        "snapshot: the chunk is copied",
         "step: the last update is done",
         "step: the norm is known",
         "step: the weights are ready",
+        "store: the snapshot has its copy",
         "store: the state is updated",
         "synchronize: the weights are ready",
         "update: the gradients are ready",

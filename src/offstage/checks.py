@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from offstage.dtensor import check_dtensor
 from offstage.errors import ConfigError
 
 
@@ -52,7 +53,7 @@ def check_param(param: torch.Tensor, name: str) -> None:
             "Store it as a real tensor (torch.view_as_real), or give complex parameters an optimizer of their own."
         )
     if isinstance(param, DTensor):
-        _check_dtensor(param, name)
+        check_dtensor(param, name)
     if param.layout != torch.strided:
         raise ConfigError(
             f"Parameter {name!r} has layout {param.layout}; expected a dense (strided) parameter. "
@@ -94,8 +95,16 @@ def _check_model(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> No
             "the host already; expected parameters that stay on the device. Remove "
             "offload_policy=CPUOffloadPolicy() from fully_shard()."
         )
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if not any(id(param) in held for param in model.parameters()):
+    there = set(model.parameters())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(isinstance(module, FSDPModule) for module in model.modules()) and not there.issuperset(params):
+        missing = [param for param in params if param not in there]
+        raise ConfigError(
+            f"{len(missing)} of the optimizer's {len(params)} parameters (first: of shape {tuple(missing[0].shape)}) "
+            "are not in the sharded model; expected all of them. Was the optimizer built before fully_shard()? Shard "
+            "first, then build the optimizer, then call offload()."
+        )
+    if there.isdisjoint(params):
         raise ConfigError(
             "None of the optimizer's parameters belong to the given model; expected the model they came from. "
             "Was the model rebuilt or wrapped after the optimizer was made? Build the optimizer last."
@@ -106,16 +115,3 @@ def _offloads_params(module: FSDPModule) -> bool:
     # FSDP2 has no public way to ask; a missing attribute means another layout of its internals, not an error.
     group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
     return any(getattr(param, "offload_to_cpu", False) for param in getattr(group, "fsdp_params", ()))
-
-
-def _check_dtensor(param: DTensor, name: str) -> None:
-    local, mesh = param.to_local().device.type, param.device_mesh.device_type
-    if local != mesh:
-        raise ConfigError(
-            f"Parameter {name!r} lives on {local!r} while its mesh is on {mesh!r}: FSDP2's CPUOffloadPolicy has "
-            "offloaded it already. Remove offload_policy=CPUOffloadPolicy() from fully_shard()."
-        )
-    raise ConfigError(
-        f"Parameter {name!r} is a DTensor; this version offloads plain parameters. "
-        "Use the optimizer without offstage under FSDP2 and tensor parallelism for now."
-    )

@@ -123,7 +123,7 @@ class Early:
     def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
         budget = self._config.host_budget
         new = [held for held in states if held not in engine.host_side.kept]
-        need, used = sum(held.param.nbytes for held in new), sum(one.host_bytes for one in engines)
+        need, used = sum(held.local.nbytes for held in new), sum(one.host_bytes for one in engines)
         try:
             check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
             engine.host_side.keep(new)

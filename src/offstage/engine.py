@@ -256,7 +256,7 @@ class Engine(DeviceSide):
             return
         turns = [round.ready[members[piece.index]] for piece in ready]
         self.updating = True
-        raised = self._trips.send(host, list(zip(ready, turns, strict=True)), self._begun)
+        raised = self._trips.send(host, chunk, list(zip(ready, turns, strict=True)), self._begun)
         self.bytes_updated_on_host += sum(
             arena.dtype.itemsize * (stop - start)
             for key, arena in host.arenas.items()
@@ -389,7 +389,7 @@ class Engine(DeviceSide):
     @torch.no_grad()  # a forward may be running
     def _finish(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
-            copy_back(turn.weight, turn.of.param)
+            copy_back(turn.weight, turn.of.local)
         self._rule.finish(turns)
 
     # Ending

@@ -24,3 +24,7 @@ class StepLostError(OffstageError):
 
 class RaceError(OffstageError):
     """Two accesses to one buffer that no chain of marks orders (raised by the checker only)."""
+
+
+class CheckpointError(OffstageError):
+    """A checkpoint is incomplete, damaged, or does not fit what it is loaded into. The message names the file."""

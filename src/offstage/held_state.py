@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from offstage import master_weights
+from offstage.dtensor import like, local_of, local_value
 from offstage.errors import ConfigError
 from offstage.flat import as_param, flat_like, order_of
 from offstage.pipeline import HostState
@@ -37,11 +38,11 @@ class HeldState(ParamState):
     """STREAMED, HOST: its position in the host state's layout."""
 
     def __post_init__(self) -> None:
-        self._made_for = _kind(self.param)
+        self._made_for = _kind(self.local)
 
     def check_unmoved(self) -> None:
         """Raise if the parameter is no longer what the state was made for."""
-        now = _kind(self.param)
+        now = _kind(self.local)
         if now != self._made_for:
             raise ConfigError(
                 f"Parameter {self.name!r} was {_describe(*self._made_for)} at offload() and is {_describe(*now)} now. "
@@ -50,7 +51,7 @@ class HeldState(ParamState):
 
     @property
     def nbytes(self) -> int:
-        return sum(key.numel(self.param) * key.dtype.itemsize for key in self.keys)
+        return sum(key.numel(self.local) * key.dtype.itemsize for key in self.keys)
 
     def raw(self, name: str) -> torch.Tensor:
         """The flat tensor in which `name` is kept, without a copy and with a storage of its own size."""
@@ -63,11 +64,12 @@ class HeldState(ParamState):
         """Device tensors for every key: those that exist where their format fits, so that nothing is held twice."""
         for key in self.keys:
             there = existing.get(key.name)
-            if isinstance(there, torch.Tensor) and (there.dtype, there.device) == (key.dtype, self.param.device):
+            there = local_of(there) if isinstance(there, torch.Tensor) else there
+            if isinstance(there, torch.Tensor) and (there.dtype, there.device) == (key.dtype, self.local.device):
                 self.resident[key.name] = flat_like(there, self._like(key))
             else:
-                numel = key.numel(self.param)
-                self.resident[key.name] = torch.zeros(numel, dtype=key.dtype, device=self.param.device)
+                numel = key.numel(self.local)
+                self.resident[key.name] = torch.zeros(numel, dtype=key.dtype, device=self.local.device)
 
     def resident_tensors(self) -> dict[str, torch.Tensor]:
         """RESIDENT: the tensors themselves, as they are kept, in the parameter's shape."""
@@ -77,9 +79,7 @@ class HeldState(ParamState):
         """Take over all state of `other`, which was kept elsewhere in the same format, bit for bit."""
         for key in other.keys:
             _copy_into(self.raw(key.name), other.raw(key.name))
-        self.scalars = {
-            name: _scalar(name, value, self._scalar_device(name, group)) for name, value in other.scalars.items()
-        }
+        self.set_scalars(other.scalars, group)
         self.present = other.present
         self.rule.adopt(self, other)
 
@@ -90,12 +90,13 @@ class HeldState(ParamState):
         for key in self.keys:
             if key.name in self.present:
                 name = MASTER_KEY if key.name == MASTER_LOW_KEY else key.name
-                result[name] = self._shaped(special.get(name), key)
+                shaped = self._shaped(special.get(name), key)
+                result[name] = like(shaped, self.param) if key.shape is None else shaped
         return result
 
     def _joined(self) -> dict[str, torch.Tensor]:
         """Split masters as fp32, and `exp_avg_sq` without the bit it carries for them."""
-        weight = flat_like(self.param, self.param)
+        weight = flat_like(self.local, self.local)
         low, squares = self.raw(MASTER_LOW_KEY), self.raw("exp_avg_sq")
         ours = self.rule.wrote(self, weight)
         master, squares = master_weights.join(weight.to(low.device), low, squares)
@@ -138,19 +139,22 @@ class HeldState(ParamState):
         unused = sorted((values.keys() & self.rule.names) - names - ({MASTER_KEY} if self.master_kind else set()))
         if unused:
             logger.info("%s: state %s is not used with these options and is not kept", self.name, unused)
-        self.scalars = {
-            name: _scalar(name, value, self._scalar_device(name, group))
-            for name, value in values.items()
-            if name not in names | self.rule.names
-        }
+        self.set_scalars({n: value for n, value in values.items() if n not in names | self.rule.names}, group)
         for key in self.keys:
             if key.name in values:
-                _copy_into(self.raw(key.name), flat_like(values[key.name], self._like(key)))
+                _copy_into(self.raw(key.name), flat_like(self._local_value(key.name, values), self._like(key)))
             else:  # not there yet (a fresh parameter, an option just switched on): starts at zero, as at the first step
                 self.raw(key.name).zero_()
         self.present = frozenset(names & values.keys())
         if values and {MASTER_KEY, MASTER_LOW_KEY} & names:
-            self._load_master(values.get(MASTER_KEY))
+            self._load_master(self._local_value(MASTER_KEY, values) if MASTER_KEY in values else None)
+
+    def _local_value(self, name: str, values: Mapping[str, Any]) -> torch.Tensor:
+        return local_value(values[name], self.param, f"State {name!r} of parameter {self.name!r}")
+
+    def set_scalars(self, values: Mapping[str, Any], group: dict[str, Any]) -> None:
+        """Replace the numbers that are kept once per parameter."""
+        self.scalars = {name: _scalar(name, value, self._scalar_device(name, group)) for name, value in values.items()}
 
     def _scalar_device(self, name: str, group: dict[str, Any]) -> torch.device:
         on_host = self.placement is Placement.HOST
@@ -158,8 +162,8 @@ class HeldState(ParamState):
 
     def _load_master(self, master: torch.Tensor | None) -> None:
         # Without a master in the checkpoint the weight as it is now is the best there is.
-        source = self.param if master is None else master
-        flat = flat_like(source, self.param).to("cpu").to(torch.float32)
+        source = self.local if master is None else master
+        flat = flat_like(source, self.local).to("cpu").to(torch.float32)
         if MASTER_KEY in {key.name for key in self.keys}:
             _copy_into(self.raw(MASTER_KEY), flat)
             self.present |= {MASTER_KEY}
@@ -170,15 +174,15 @@ class HeldState(ParamState):
         _copy_into(squares, signed)
         self.present |= {MASTER_LOW_KEY}
         # These low halves belong to the weights they were split from, which the model may load later.
-        self.rule.expect_weight(self, weight)
+        self.rule.expect_weight(self, [(0, weight)])
 
     def _shaped(self, replacement: torch.Tensor | None, key: StateKey) -> torch.Tensor:
         flat = self.raw(key.name) if replacement is None else replacement
-        return flat.view(key.shape) if key.shape is not None else as_param(flat, self.param)
+        return flat.view(key.shape) if key.shape is not None else as_param(flat, self.local)
 
     def _like(self, key: StateKey) -> torch.Tensor:
         """A tensor whose memory order the key's flat line follows."""
-        return self.param if key.shape is None else torch.empty(key.shape, device="meta")
+        return self.local if key.shape is None else torch.empty(key.shape, device="meta")
 
 
 def _kind(param: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
@@ -192,7 +196,7 @@ def _describe(device: torch.device, dtype: torch.dtype, shape: torch.Size, order
 def _scalar(name: str, value: Any, device: torch.device) -> Any:
     if name == "step":  # very old checkpoints hold a plain number
         value = torch.as_tensor(value, dtype=torch.float32)
-    return value.detach().clone().to(device) if isinstance(value, torch.Tensor) else value
+    return local_of(value).detach().clone().to(device) if isinstance(value, torch.Tensor) else value
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -54,9 +54,9 @@ class HostSide:
         keys = members[0].keys
         on_host = members[0].placement is Placement.HOST
         layout = make_layout(
-            [{key.name: key.numel(held.param) for key in held.keys} for held in members],
+            [{key.name: key.numel(held.local) for key in held.keys} for held in members],
             {key.name: key.dtype.itemsize for key in keys},
-            [held.param.numel() for held in members],
+            [held.local.numel() for held in members],
             chunk_bytes=int(self._config.chunk_bytes) * (HOST_CHUNK if on_host else 1),
             split=self._rule.splits(torch.device("cpu") if on_host else self._device),
         )
@@ -96,7 +96,7 @@ class HostSide:
                     self.chunks_of.setdefault(held, []).append((host, members, chunk))
         self.staging_bytes = max(
             (
-                slot_bytes_of(chunk, [held.param for held in members])
+                slot_bytes_of(chunk, [held.local for held in members])
                 for host, members, chunk in self._chunks
                 if host.on_host
             ),
@@ -164,7 +164,7 @@ class HostSide:
     def keep(self, states: Iterable[HeldState]) -> None:
         """Speculative updates of `states` keep the weights before on the host, where they cost no device memory."""
         for held in states:
-            self.kept[held] = self._arena(held.param.numel(), held.param.dtype)
+            self.kept[held] = self._arena(held.local.numel(), held.local.dtype)
 
 
 def _close(arenas: Sequence[Arena]) -> None:

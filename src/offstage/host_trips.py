@@ -68,8 +68,8 @@ class HostTrips:
         for _ in range(HOST_SLOTS):
             self._slots.append(_HostSlot(Arena(slot_bytes, torch.uint8, self._device, pin=self._pin), free=None))
 
-    def send(self, host: HostState, pieces: Sequence[tuple[Piece, Turn]], begun: Mark) -> Mark:
-        """Send `pieces` of one chunk on their trip. Returns the mark after which their weights are up again."""
+    def send(self, host: HostState, chunk: Chunk, pieces: Sequence[tuple[Piece, Turn]], begun: Mark) -> Mark:
+        """Send `pieces` of `chunk` on their trip. Returns the mark after which their weights are up again."""
         self.prepare(_staged_bytes(pieces))  # gradients may be wider than their weights
         slot = self._slots[0]
         self._slots.rotate(-1)
@@ -84,7 +84,10 @@ class HostTrips:
         )
         updated = self._lanes.submit_on_host(
             self._rule.slices(shares),
-            after={"host: weights and gradients have come down": lowered},
+            after={
+                "host: weights and gradients have come down": lowered,
+                "host: the snapshot has its copy": host.preserve(chunk, host.arenas, self._lanes),
+            },
             reads=[share.grad for share in shares],
             writes=[tensor for share in shares for tensor in (share.weight, *share.state.values())],
         )

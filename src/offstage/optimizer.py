@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from offstage import state_dict as state_dicts
 from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_param
 from offstage.config import OffloadConfig, format_size
 from offstage.dropped_gradient import DroppedGradient
+from offstage.dtensor import local_gradient, place_gradient
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.flat import flat_like
@@ -33,6 +35,7 @@ from offstage.receipt import Receipt, make_receipt
 from offstage.replanning import moved_places, replanned_config
 from offstage.rules import choose_rule, shell_of
 from offstage.rules.rule import Turn
+from offstage.snapshot import Snapshot
 from offstage.speculation import Norm, Speculation
 
 logger = logging.getLogger("offstage")
@@ -91,6 +94,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._seen: torch.Tensor | None = None
         self.speculation = Speculation()
         self._overlap: Overlap | None = None
+        self._model = weakref.ref(model) if model is not None else None
+        self._were_in_model = set(model.parameters()) if model is not None else set()
         self._placed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the user's list: schedulers made before offload() write to it
@@ -148,6 +153,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._overlap is not None and (changed := self._overlap.what_changed()) is not None:
             self.restart_round(changed)
         turns = self._take_turns()
+        if not turns or not self.steps:
+            self._check_in_model()
         self._norm = None if not turns and not self._updated_early else self._norm
         if turns or self._updated_early:
             for engine in self._engines.values():
@@ -185,10 +192,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             yield
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, group: torch.distributed.ProcessGroup | None = None
+    ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this optimizer's parameters, with the same bits, in every mode.
 
-        Returns the norm before clipping. If it is not finite, the next `step()` changes nothing.
+        Returns the norm before clipping. If it is not finite, the next `step()` changes nothing. Shards count over all
+        ranks of their mesh, and parameters may be on several meshes; every rank must call. `group`: ranks that train
+        other parameters of the same model, such as the stages of a pipeline, whose gradients count too.
         """
         if self._updated_early and not self.speculation.active:
             raise OffstageError(
@@ -197,15 +208,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         if self._norm is not None and self.speculation.active:  # a second call: the first may have to clip
             self._follow_norm(self._norm)
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        everyone = [p for group in self.param_groups for p in group["params"]]
+        params = [p for p in everyone if p.grad is not None]
         early = self._overlap.gradients if self._overlap is not None else {}
-        gradients = [gradient for p in params if (gradient := early.get(p, p.grad)) is not None]
-        device = gradients[0].device if gradients else None
+        for param in params:
+            place_gradient(param)
+        gradients = {p: gradient for p in params if (gradient := early.get(p, p.grad)) is not None}
+        device = next((gradient.device for gradient in gradients.values()), None)
         lanes = self._engines[device].lanes if device is not None else None
         if self._seen is None:
             pin = device is not None and device.type != "cpu"
             self._seen = torch.zeros(2, dtype=torch.float64, pin_memory=pin)
-        self._norm = Norm(params, gradients, max_norm, norm_type, seen=self._seen, lanes=lanes)
+        self._norm = Norm(everyone, gradients, max_norm, norm_type, group=group, seen=self._seen, lanes=lanes)
         if not self.speculation.active:
             self._norm.clip()
         return self._norm.total
@@ -285,18 +299,33 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         number = self._group_number[param]
         held.check_unmoved()
         assert param.grad is not None
-        check_grad(param, param.grad, held.name)
+        local, grad = held.local, local_gradient(param, held.name)
+        check_grad(local, grad, held.name)
         return Turn(
             held,
             self._options_of(number),
             number,
             step=self.rule.next_step(held),
             fresh=not held.present and not held.scalars,
-            weight=flat_like(param, param),
-            grad=flat_like(param.grad, param),
+            weight=flat_like(local, local),
+            grad=flat_like(grad, local),
             round=self._round,
             on_host=held.placement is Placement.HOST,
         )
+
+    def _check_in_model(self) -> None:
+        """Parameters that left the model get no more gradients: training on would change nothing, silently."""
+        model = self._model() if self._model is not None else None
+        if model is None:
+            return
+        left = self._were_in_model - set(model.parameters())
+        gone = [held for p, held in self._held.items() if p in left and p.requires_grad and p.grad is None]
+        if gone:
+            raise OffstageError(
+                f"{len(gone)} parameters (first: {gone[0].name!r}) are no longer in the model; expected those that "
+                "were there at offload(). Was fully_shard() or another wrapper applied after it? Shard the model "
+                "first, then build the optimizer and call offload()."
+            )
 
     def _options_of(self, number: int) -> dict[str, Any]:
         """A group's hyperparameters in this round; lanes read them later, so a tensor lr is copied."""
@@ -364,7 +393,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _prove_effect(self, turns: list[Turn]) -> None:
         """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
-        away = [turn.of for turn in turns if self._held[turn.of.param].placement is not Placement.RESIDENT]
+        moved = [turn.of for turn in turns if turn.weight.numel()]  # this rank's shard may be empty
+        away = [of for of in moved if self._held[of.param].placement is not Placement.RESIDENT]
         if away and not any(self.last_moved):
             raise OffloadIneffectiveError(
                 f"{len(away)} parameters with state on the host had gradients (first: {away[0].name!r}), and "
@@ -561,6 +591,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             if lost is not None:
                 raise StepLostError(lost)
 
+    def take_snapshots(self) -> dict[int, Snapshot]:
+        """Snapshots of the state on the host, which has been drained; for `checkpoint.async_save`."""
+        return self._places.take_snapshots()
+
+    def settle_snapshots(self) -> None:
+        """Make the copies that snapshots have asked for: whoever waits for the writer of one calls this first."""
+        self._places.settle_snapshots()
+
+    def before_overwrite(self) -> None:
+        """State is about to be written by someone other than a step: a save that is still reading it goes first."""
+        self._places.wait_for_snapshots()
+
     def drain_state(self) -> None:
         """The state on the host is about to be read, or written: it is the newest, and the only one."""
         self.check_between_steps()
@@ -583,6 +625,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._overlap is not None:
             self._overlap.forget()
         self.speculation.active, self._norm = False, None
+
+    def lose(self, reason: str) -> None:
+        """Weights and state do not belong together any more; nobody may train on with them."""
+        self._lost = f"{reason} Load a checkpoint into the model and this optimizer to go on."
 
     def forget_lost_step(self) -> None:
         """All state has been replaced."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from offstage.config import OffloadConfig
@@ -42,6 +43,10 @@ logger = logging.getLogger("offstage")
 _FAILED = (
     "A backward failed after update_in_backward=True had updated some weights and not others; expected it to come to "
     "its end."
+)
+_GATHERS = (
+    "overlap_forward: step() waits for all weights, because FSDP2 gathers them ahead of their module's forward; window "
+    "and update_in_backward work"
 )
 
 
@@ -93,6 +98,10 @@ class Overlap:
         """Backwards with updates that have not come to their end."""
         self._used_options: dict[int, dict[str, Any]] = {}
         self._window = Window(config)
+        self._gathers = config.overlap_forward and model is not None and _is_fsdp(model)
+        """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
+        if self._gathers:
+            logger.warning(_GATHERS)
         self._cues = Cues(self, model)
         self.bind()
         if (idle := self._idle_window()) is not None:
@@ -107,8 +116,9 @@ class Overlap:
     def fallbacks(self) -> list[str]:
         """What does not happen as it was asked for."""
         off = "a graph was captured: step() does everything" if self._off else None
+        gathers = _GATHERS if self._gathers else None
         return [
-            *(text for text in (off, self._blind, self._idle_window()) if text is not None),
+            *(text for text in (off, gathers, self._blind, self._idle_window()) if text is not None),
             *self.early.fallbacks.values(),
             *self._window.fallbacks,
         ]
@@ -295,10 +305,10 @@ class Overlap:
     def _bound_gradients(self, held: HeldState) -> None:
         """Give back the memory of the oldest gradients behind their updates."""
         self._in_flight.append(held)
-        self._bytes_in_flight += held.param.nbytes
+        self._bytes_in_flight += held.local.nbytes
         while self._bytes_in_flight > self.early.most_in_flight and self._in_flight:
             oldest = self._in_flight.popleft()
-            self._bytes_in_flight -= oldest.param.nbytes
+            self._bytes_in_flight -= oldest.local.nbytes
             for engine, states in self._optimizer.by_engine([oldest.param]):
                 engine.settle(states, "backward: the update is done with the gradient")
 
@@ -370,8 +380,8 @@ class Overlap:
         for held in [*self.updated.values(), *(turn.of for turn in turns)]:
             assert isinstance(held, HeldState)
             # A weight with gaps is updated as a copy and written back when it is settled: nobody may forget that.
-            seen = held.param in self._running and is_dense(held.param)
-            if self._config.overlap_forward and not self._off and seen:
+            seen = held.param in self._running and is_dense(held.local)
+            if self._config.overlap_forward and not self._off and not self._gathers and seen:
                 late.add(held)
                 held.param.grad = None
             elif held.placement is not Placement.RESIDENT:
@@ -388,7 +398,7 @@ class Overlap:
 
     def _report_blind(self, blind: int, late: int) -> None:
         """Nothing falls back silently."""
-        if self._config.overlap_forward and blind and not self._off and self._blind is None:
+        if self._config.overlap_forward and blind and not self._off and not self._gathers and self._blind is None:
             self._blind = (
                 f"overlap_forward: step() waits for {blind} of {blind + late} parameters, because the forward of their "
                 "modules was not seen (another module reads their weights, or the model was compiled after offload()), "
@@ -411,6 +421,10 @@ class Overlap:
         self._bytes_in_flight = 0
         self._running.clear()
         self._unseen.clear()
+
+
+def _is_fsdp(model: nn.Module) -> bool:
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _refuse_ddp(found: bool) -> None:

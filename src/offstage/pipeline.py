@@ -29,6 +29,7 @@ import torch
 from offstage.host_memory import Arena
 from offstage.lanes import Lane, Lanes, Mark
 from offstage.layout import Chunk, Layout, Piece
+from offstage.snapshot import Snapshot
 
 _MEASURED_COPIES = 8
 
@@ -95,10 +96,18 @@ class HostState:
     """The CPU updates it where it is."""
     spare: dict[str, Arena] = field(default_factory=dict)
     """A second set, where speculative updates go (`speculation.py`)."""
+    snapshot: Snapshot | None = None
+    """Somebody writes the state of a moment to disk."""
 
     @property
     def nbytes(self) -> int:
         return sum(arena.nbytes for arena in (*self.arenas.values(), *self.spare.values()))
+
+    def preserve(self, chunk: Chunk, arenas: Mapping[str, Arena], lanes: Lanes) -> Mark | None:
+        """Before `chunk` of `arenas` is overwritten: the mark after which a snapshot has no need of it."""
+        if self.snapshot is None or self.snapshot.arenas is not arenas:
+            return None
+        return self.snapshot.preserve(chunk, lanes)
 
     def flip(self) -> None:
         """Every chunk has been stored to the spare set: it is the state from now on."""
@@ -318,10 +327,14 @@ class Pipeline:
         self.ring.advance(trip.key, ChunkState.STORING)
         slot = self._slots[self.ring.slot_of[trip.key]]
         copies = _copies(trip, trip.host.spare) if trip.to_spare else trip.copies
+        target = trip.host.spare if trip.to_spare else trip.host.arenas
         stored = self.lanes.submit(
             Lane.STORE,
             functools.partial(_copy_out, copies),
-            after={"store: the state is updated": trip.updated},
+            after={
+                "store: the state is updated": trip.updated,
+                "store: the snapshot has its copy": trip.host.preserve(trip.chunk, target, self.lanes),
+            },
             reads=[device for _, device in copies],
             writes=[host for host, _ in copies],
         )

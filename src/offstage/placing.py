@@ -17,8 +17,9 @@ import torch
 
 from offstage.checks import check_options, check_param
 from offstage.config import OffloadConfig
+from offstage.dtensor import is_sharded, largest_shard, local_of
 from offstage.engine import Engine
-from offstage.errors import StepLostError
+from offstage.errors import ConfigError, StepLostError
 from offstage.held_state import HeldState
 from offstage.host_memory import check_host_memory
 from offstage.layout import padded_bytes
@@ -26,6 +27,7 @@ from offstage.machine import measure_machine
 from offstage.plan import HOST_SLOTS, ParamSize, Placement, Plan, plan_placements, refuse_idle
 from offstage.planner import choose_host_fraction
 from offstage.rules import Rule
+from offstage.snapshot import Snapshot
 
 logger = logging.getLogger("offstage")
 
@@ -72,7 +74,7 @@ class Places:
             placed = {i: held.placement for i, held in enumerate(states) if held is self.held.get(held.param)}
             sizes = [self.size_of(held) for held in states]
             plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
-        refuse_idle(list(plans.values()), self._config)
+        self._refuse_idle(plans, by_device)
         self._check_host_memory(list(plans.values()), wanted)
         for device, states in by_device.items():
             for held, placement in zip(states, plans[device].placements, strict=True):
@@ -80,6 +82,20 @@ class Places:
             new = [held for held in states if held is not self.held.get(held.param)]
             self._build(device, new, group_of, existing or {})
         self._signatures = [self._rule.signature(group) for group in groups]
+
+    def _refuse_idle(
+        self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[HeldState]]
+    ) -> None:
+        """Raise if nothing would leave: on every rank of a sharded model or on none, though shards are uneven."""
+        auto = self._config.update_on == "auto"
+        config = dataclasses.replace(self._config, host_fraction=0.0) if auto else self._config
+        alike = [
+            plan_placements([self.size_of(held, largest_shard(held.param)) for held in states], config)
+            if any(held.local is not held.param for held in states) and not plans[device].host_bytes
+            else plans[device]
+            for device, states in by_device.items()
+        ]
+        refuse_idle(alike, self._config)
 
     def _decided(self, device: torch.device, sizes: Sequence[ParamSize]) -> OffloadConfig:
         """The config with the CPU's share. What the planner has chosen once stays."""
@@ -107,7 +123,13 @@ class Places:
         """The state `param` has, or the one it should get."""
         name = self.names.setdefault(param, f"parameter {len(self.names)}")
         check_param(param, name)
-        keys = self._rule.keys(param, group)
+        if self._rule.whole and is_sharded(param):
+            raise ConfigError(
+                f"Parameter {name!r} is sharded ({tuple(local_of(param).shape)} of {tuple(param.shape)} here), and "
+                f"{self._rule.title} looks at whole parameters; expected parameters that are not sharded. Use an "
+                "optimizer that treats each element alone, such as AdamW."
+            )
+        keys = self._rule.keys(local_of(param), group)
         held = self.held.get(param)
         there = held if held is not None or like is None else like.held.get(param)
         # State that an option does not need for a while is kept, as torch keeps it.
@@ -153,19 +175,21 @@ class Places:
         if has_spare:
             engine.host_side.add_spare()
 
-    def size_of(self, held: HeldState) -> ParamSize:
-        extent = {key.name: key.numel(held.param) for key in held.keys}
+    def size_of(self, held: HeldState, numel: int | None = None) -> ParamSize:
+        """What `held` takes; with `numel`, what a shard of so many elements would take."""
+        own = {key.name: key.numel(held.local) for key in held.keys}
+        extent = own if numel is None else dict.fromkeys(own, numel)
         itemsize = {key.name: key.dtype.itemsize for key in held.keys}
         padded = padded_bytes(extent, itemsize) if itemsize else 0
         device = held.param.device
         return ParamSize(
             held.name,
             str(device),
-            held.nbytes,
+            sum(extent[name] * size for name, size in itemsize.items()),
             padded,
             self._rule.splits(device),
-            numel=held.param.numel(),
-            weight_bytes=held.param.nbytes,
+            numel=held.local.numel(),
+            weight_bytes=held.local.nbytes,
         )
 
     def plan(self, states: Sequence[HeldState]) -> Plan:
@@ -192,7 +216,34 @@ class Places:
         for group, chosen in zip(groups, options, strict=True):
             for param in group["params"]:
                 name = self.names.get(param, f"of shape {tuple(param.shape)}")
-                HeldState(param, name, self._rule.keys(param, chosen), rule=self._rule).check(values.get(param, {}))
+                HeldState(param, name, self._rule.keys(local_of(param), chosen), rule=self._rule).check(
+                    values.get(param, {})
+                )
+
+    def take_snapshots(self) -> dict[int, Snapshot]:
+        """Snapshots of all state on the host, by the identity of the host state. The lanes have been drained."""
+        self.wait_for_snapshots()
+        taken = {}
+        for engine in self.engines.values():
+            for host, _ in engine.host_side.states:
+                taken[id(host)] = host.snapshot = Snapshot(host.layout, host.arenas)
+        return taken
+
+    def wait_for_snapshots(self) -> None:
+        """Return when nobody needs the state of a moment before."""
+        for engine in self.engines.values():
+            for host, _ in engine.host_side.states:
+                if host.snapshot is not None:
+                    assert engine.lanes is not None
+                    host.snapshot.wait(engine.lanes)
+                    host.snapshot = None
+
+    def settle_snapshots(self) -> None:
+        """Return when all copies that snapshots have asked for are made: whoever waits for their writer calls this."""
+        for engine in self.engines.values():
+            for host, _ in engine.host_side.states:
+                if host.snapshot is not None and engine.lanes is not None:
+                    host.snapshot.settle(engine.lanes)
 
     def close(self) -> None:
         """Give back everything that these places have."""

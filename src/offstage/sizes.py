@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from offstage.config import OffloadConfig
+from offstage.dtensor import local_of
 from offstage.errors import ConfigError
 from offstage.layout import padded_bytes
 from offstage.plan import ParamSize
@@ -81,6 +82,7 @@ def _stand_in(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 def _size(name: str, tensor: torch.Tensor, rule: AdamRule, expert: bool) -> ParamSize:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    tensor = local_of(tensor)  # a plan is one rank's
     keys = () if frozen else rule.keys(tensor, {"amsgrad": False})
     itemsize = {key.name: key.dtype.itemsize for key in keys}
     return ParamSize(

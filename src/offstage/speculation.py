@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.distributed import ProcessGroup
 
 from offstage.config import format_size
+from offstage.dtensor import local_of, total_norm
 from offstage.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.host_memory import check_host_memory
@@ -38,22 +39,25 @@ class Norm:
     def __init__(
         self,
         params: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
+        gradients: Mapping[torch.Tensor, torch.Tensor],
         max_norm: float,
         norm_type: float,
         *,
+        group: ProcessGroup | None,
         seen: torch.Tensor,
         lanes: Lanes | None,
     ) -> None:
-        """`seen` is where the host looks: two numbers, pinned where there is an accelerator."""
-        self._of = list(zip(params, gradients, strict=True))
-        self.total = get_total_norm(gradients, norm_type)
+        """`gradients` are those of `params` that have one; `seen` is where the host looks: two numbers, pinned where
+        there is an accelerator.
+        """
+        self._of = gradients
+        self.total = total_norm(params, gradients, norm_type, group)
         self.max_norm = float(max_norm)
         # Written as in torch.nn.utils.clip_grads_with_norm_, so that "nothing is clipped" means the same.
-        coefficient = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
+        self._coefficient = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
         self._lanes = lanes
         self._seen = seen
-        self._seen.copy_(torch.stack([self.total, coefficient]).double(), non_blocking=True)
+        self._seen.copy_(torch.stack([self.total, self._coefficient]).double(), non_blocking=True)
         self._applied = False
         self._arrived: Mark = None
         if lanes is not None:
@@ -63,9 +67,12 @@ class Norm:
     def clip(self) -> None:
         """Scale the gradients that the norm is of as torch does, once."""
         if not self._applied:
-            # Not what someone has put in place of a gradient since.
-            there = [param for param, gradient in self._of if param.grad is gradient]
-            clip_grads_with_norm_(there, self.max_norm, self.total)
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for param, gradient in self._of.items():
+                if param.grad is gradient:  # not what someone has put in its place since
+                    by_device.setdefault(gradient.device, []).append(local_of(gradient))
+            for device, gradients in by_device.items():
+                torch._foreach_mul_(gradients, self._coefficient.to(device))
             self._applied = True
 
     def wait(self) -> None:

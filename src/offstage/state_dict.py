@@ -38,6 +38,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         held, group = optimizer.held(param), optimizer.group_of()[param]
         held.check(values)
         optimizer.drain_state()
+        optimizer.before_overwrite()
         with deferred_interrupts():
             held.load(values, group)
 
@@ -71,6 +72,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
                 )
         optimizer.check_values(values)
         optimizer.drain_state()
+        optimizer.before_overwrite()
         with deferred_interrupts():
             for param, group in group_of.items():
                 optimizer.held(param).load(values.get(param, {}), group)
@@ -146,6 +148,7 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
     values = {param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)}
     optimizer.check_values(values, groups)
     optimizer.drop_trips()
+    optimizer.before_overwrite()
     with deferred_interrupts():
         _replace_groups(optimizer, groups)
         for param, group in optimizer.group_of().items():

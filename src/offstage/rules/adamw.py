@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -206,13 +206,13 @@ class AdamRule(Rule):
     def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
         return self._scratch[device].foreign if device in self._scratch else None
 
-    def expect_weight(self, state: ParamState, weight: torch.Tensor) -> None:
+    def expect_weight(self, state: ParamState, weights: Iterable[tuple[int, torch.Tensor]]) -> None:
         from offstage.rules import adamw_host
 
-        device = state.param.device
-        value = torch.zeros(1, dtype=torch.int64)
-        adamw_host.fingerprint(weight.reshape(-1), value)
-        self._scratch_of(device).prints(state)[0].copy_(value)
+        total = torch.zeros(1, dtype=torch.int64)
+        for start, weight in weights:
+            total += adamw_host.fingerprint_from(start, weight.reshape(-1))
+        self._scratch_of(state.local.device).prints(state)[0].copy_(total)
 
     def adopt(self, state: ParamState, other: ParamState) -> None:
         if state.master_kind == "split":

@@ -213,10 +213,10 @@ def _pass(
 
 
 @numba.njit(nogil=True, cache=True)
-def _fingerprint(weight):
+def _fingerprint(weight, start):
     total = np.uint64(0)
     for i in range(np.uint64(weight.size)):
-        total += np.uint64(weight[i]) * ((np.uint64(i) * _FACTOR) | np.uint64(1))
+        total += np.uint64(weight[i]) * (((start + np.uint64(i)) * _FACTOR) | np.uint64(1))
     return np.int64(total)
 
 
@@ -301,7 +301,12 @@ def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperpa
 
 def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:
     """Set `out` (int64, one element) to the fingerprint of a whole bf16 parameter."""
-    out.fill_(int(_fingerprint(array_of(weight))))
+    out.fill_(fingerprint_from(0, weight))
+
+
+def fingerprint_from(start: int, weight: torch.Tensor) -> int:
+    """What the elements from `start` on add to the fingerprint of their parameter; sums wrap around."""
+    return int(_fingerprint(array_of(weight), np.uint64(start)))
 
 
 def array_of(tensor: torch.Tensor | None) -> Any:

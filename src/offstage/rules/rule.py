@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from offstage.dtensor import local_of
 
 MASTER_KEY = "master_weight"
 """fp32 masters: the key of their arena, and the name under which any master appears in a state dict."""
@@ -52,6 +54,11 @@ class ParamState:
     """State that is one number per parameter: `step`, `mu_product`, … On the host for Adam and AdamW."""
     present: frozenset[str] = frozenset()
     """The keys that hold values. A key that torch has not created yet stays absent."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """What of the parameter is on this rank: all of it, or its shard ([Note: the life of a sharded state])."""
+        return local_of(self.param)
 
     @property
     def master_kind(self) -> str | None:
@@ -124,6 +131,9 @@ class Rule(ABC):
     """Whether `measure_machine` has measured how fast the host updates by this rule."""
     threads_itself = False
     """Whether one call of an update on the host uses several threads by itself."""
+    whole = False
+    """Whether it looks at whole parameters, so that a shard is not enough."""
+    title = "this optimizer"
     foreign_on_host = 0
     """How many weights someone else wrote, as seen by updates on the host."""
     _counting = threading.Lock()
@@ -183,8 +193,10 @@ class Rule(ABC):
         """Where the scalar `name` is kept."""
         return torch.device("cpu")
 
-    def expect_weight(self, state: ParamState, weight: torch.Tensor) -> None:  # noqa: B027
-        """Split masters were set from outside for the bf16 `weight` (a host tensor)."""
+    def expect_weight(  # noqa: B027
+        self, state: ParamState, weights: Iterable[tuple[int, torch.Tensor]]
+    ) -> None:
+        """Split masters were set from outside for bf16 weights: host tensors and where in the line each begins."""
 
     def adopt(self, state: ParamState, other: ParamState) -> None:  # noqa: B027
         """`state` takes the place of `other`: take over what the rule itself keeps for it."""

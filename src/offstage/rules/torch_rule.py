@@ -73,6 +73,7 @@ class TorchRule(Rule):
     def __init__(self, config: OffloadConfig, optimizer: optim.Optimizer) -> None:
         self._config = config
         self._class = type(optimizer)
+        self.title, self.whole = self._class.__name__, self._class in WHOLE
         self._inner = shell_of(optimizer)
         self.names = frozenset({MASTER_KEY, *_EVERY_NAME[self._class]})
         self._foreign: dict[torch.device, torch.Tensor] = {}
@@ -215,7 +216,7 @@ def _options(share: Share) -> Group:
 
 def _shaped(share: Share, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:
     """`flat` as the inner optimizer should see it: a whole parameter in its own shape, a piece flat."""
-    param = share.turn.of.param
+    param = share.turn.of.local
     if key is not None and key.shape is not None:
         return flat.view(key.shape)
     if share.first and share.last:

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalogue: what of a model and its optimizer a checkpoint holds, and where each element is. Used by `saving.py`.
+
+Names are those of `torch.distributed.checkpoint` for `{"model": get_model_state_dict(model), "optim":
+get_optimizer_state_dict(model, optimizer)}`, so that either can load what the other has saved. Nothing is read here,
+and nothing asked of other ranks: shapes and offsets come from meshes and placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from offstage.checkpoint.fused import Fused, Splitter, fused_parts, split_name
+from offstage.checkpoint.lines import Joined, Kept, Line, Plain, Unsigned, Widened, Zeros
+from offstage.checkpoint.names import named_parameters
+from offstage.checkpoint.parts import Box, Part, whole
+from offstage.dtensor import local_box, local_of
+from offstage.errors import ConfigError
+from offstage.flat import as_param, flat_like
+from offstage.held_state import HeldState
+from offstage.host_memory import Arena
+from offstage.layout import ALIGN_BYTES
+from offstage.optimizer import OffloadedOptimizer
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
+from offstage.snapshot import Snapshot
+
+_SLAB = 64 * 1024 * 1024
+MODEL, OPTIM, GROUPS = "model", "optim", "optim.param_groups"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor, or this rank's part of one, that is saved under one name."""
+
+    part: Part
+    dtype: torch.dtype
+    line: Line
+
+
+@dataclass
+class Catalogue:
+    """What one rank saves."""
+
+    entries: list[Entry] = field(default_factory=list)
+    objects: dict[str, Any] = field(default_factory=dict)
+    paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
+    """Where in the nested state dict each name belongs, as `torch.distributed.checkpoint` notes it."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """The optimizer's parameter groups, with parameters by name."""
+    steps: dict[str, list[tuple[Box, float]]] = field(default_factory=dict)
+    """How often each shard was updated: ranks may differ, where experts are on a mesh of their own."""
+
+    def add(self, entry: Entry, path: tuple[str | int, ...]) -> None:
+        self.entries.append(entry)
+        self.paths[entry.part.name] = path
+
+    def add_object(self, path: tuple[str | int, ...], value: Any) -> None:
+        name = ".".join(map(str, path))
+        self.objects[name], self.paths[name] = value, path
+
+
+class Layouts:
+    """How parameters are cut into saved tensors: by shards, and fused ones by their metadata."""
+
+    def __init__(self, model: nn.Module, splitter: Splitter) -> None:
+        self.named = dict(named_parameters(model))
+        self.name_of = {param: name for name, param in self.named.items()}
+        self._fused = {
+            name: fused for name, param in self.named.items() if (fused := splitter(name, param)) is not None
+        }
+        for name, fused in self._fused.items():
+            for part, _ in fused.parts:
+                if split_name(name, part) in self.named:
+                    raise ConfigError(
+                        f"Part {part!r} of the fused parameter {name!r} would be saved as {split_name(name, part)!r}, "
+                        "which is another parameter of the model; expected a name of its own. Give the part another "
+                        "name in split_as()."
+                    )
+
+    def fused(self, name: str) -> Fused | None:
+        return self._fused.get(name)
+
+    def saved_names(self, name: str) -> list[str]:
+        """The names under which the parameter `name` is saved."""
+        fused = self.fused(name)
+        return [name] if fused is None else [split_name(name, part) for part, _ in fused.parts]
+
+    def parts(self, name: str, tensor: torch.Tensor) -> list[Part]:
+        """The parts of `tensor`, a parameter or something of its shape, under the names of its parameter."""
+        part = part_of(name, tensor)
+        fused = self.fused(name)
+        return [part] if fused is None else fused_parts(name, fused, part)
+
+
+def part_of(name: str, tensor: torch.Tensor) -> Part:
+    """What this rank has of `tensor`, in the order of its own memory."""
+    local = local_of(tensor)
+    offset, size = local_box(tensor)
+    strides = as_param(torch.empty(local.numel(), device="meta"), local.to("meta")).stride()
+    return whole(name, tuple(tensor.shape), Box(offset, size), strides)
+
+
+def catalogue_of(
+    model: nn.Module,
+    optimizer: OffloadedOptimizer | None,
+    extra: Mapping[str, Any],
+    splitter: Splitter,
+    staging: Staging,
+) -> Catalogue:
+    """Everything to save. `staging` decides what is copied now and what is read later."""
+    layouts = Layouts(model, splitter)
+    catalogue = Catalogue()
+    weights = _add_model(catalogue, model, layouts, staging)
+    if optimizer is not None:
+        _add_optimizer(catalogue, optimizer, layouts, weights, staging)
+    for path, value in _leaves(("extra",), extra):
+        if isinstance(value, torch.Tensor):
+            catalogue.add(_entry(part_of(".".join(map(str, path)), value), value, staging), path)
+        else:
+            catalogue.add_object(path, value)
+    return catalogue
+
+
+class Staging:
+    """How tensors outside the arenas are read: where they are, because nothing changes until the save is over."""
+
+    nbytes = 0
+
+    def line(self, flat: torch.Tensor) -> Line:
+        """The line of a tensor that training may overwrite."""
+        return Plain(flat)
+
+    def kept(self, held: HeldState, key: str) -> Line:
+        """The line of state that lives in an arena."""
+        return Plain(held.raw(key))
+
+
+class SnapshotStaging(Staging):
+    """For a save that goes on while training does: arenas are read through snapshots, all else is copied now."""
+
+    def __init__(self, snapshots: Mapping[int, Snapshot]) -> None:
+        """`snapshots` by the identity of the host state they are of."""
+        self._snapshots = snapshots
+        self._arenas: list[Arena] = []
+        self._copies: dict[tuple[int, int, torch.dtype], Line] = {}
+        self._room = torch.empty(0, dtype=torch.uint8)
+
+    def line(self, flat: torch.Tensor) -> Line:
+        key = (flat.data_ptr(), flat.numel(), flat.dtype)
+        if key not in self._copies:  # tied weights have two names
+            copy = self._take(flat.nbytes, flat.device).view(flat.dtype)
+            copy.copy_(flat, non_blocking=True)
+            self._copies[key] = Plain(copy)
+        return self._copies[key]
+
+    def _take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        padded = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        if padded > self._room.numel():
+            # The views keep the memory; unlike torch's own pinned memory it is exact and fast to get.
+            arena = Arena(max(padded, min(self.nbytes, _SLAB)), torch.uint8, device, pin=True)
+            self._arenas.append(arena)
+            self._room = arena.flat
+            self.nbytes += arena.nbytes
+        taken, self._room = self._room[:nbytes], self._room[padded:]
+        return taken
+
+    def kept(self, held: HeldState, key: str) -> Line:
+        assert held.host is not None
+        return Kept(self._snapshots[id(held.host)], held.index, key)
+
+
+def _add_model(catalogue: Catalogue, model: nn.Module, layouts: Layouts, staging: Staging) -> dict[str, Line]:
+    """Parameters and buffers; returns the lines of the parameters."""
+    lines: dict[str, Line] = {}
+    for name, value in get_model_state_dict(model).items():
+        if not isinstance(value, torch.Tensor):
+            catalogue.add_object((MODEL, name), value)
+            continue
+        local = local_of(value)
+        line = lines[name] = staging.line(flat_like(local, local))
+        for part in layouts.parts(name, value):
+            renamed = _renamed(part, f"{MODEL}.{part.name}")
+            catalogue.add(Entry(renamed, value.dtype, line), (MODEL, part.name))
+    return lines
+
+
+def _add_optimizer(
+    catalogue: Catalogue,
+    optimizer: OffloadedOptimizer,
+    layouts: Layouts,
+    weights: Mapping[str, Line],
+    staging: Staging,
+) -> None:
+    for held in optimizer.all_held():
+        name = name_in(layouts, held)
+        lines = state_lines(held, weights[name], staging)
+        for shaped in (key for key in held.keys if key.shape is not None and key.name in held.present):
+            assert shaped.shape is not None
+            value = held.raw(shaped.name).view(shaped.shape)
+            path: tuple[str, ...] = (OPTIM, "state", name, shaped.name)
+            catalogue.add(_entry(part_of(".".join(path), value), value, staging), path)
+        for key, (line, dtype) in lines.items():
+            for part in layouts.parts(name, held.param):
+                renamed = _renamed(part, f"{OPTIM}.state.{part.name}.{key}")
+                catalogue.add(Entry(renamed, dtype, line), (OPTIM, "state", part.name, key))
+        scalars = held.scalars if held.scalars or not lines else {"step": torch.tensor(0.0)}
+        for saved in layouts.saved_names(name):
+            for key, value in scalars.items():
+                path = (OPTIM, "state", saved, key)
+                if isinstance(value, torch.Tensor):
+                    catalogue.add(_entry(part_of(".".join(path), value), value, staging), path)
+                else:
+                    catalogue.add_object(path, value)
+        if "step" in scalars:
+            catalogue.steps[name] = [(Box(*local_box(held.param)), float(scalars["step"]))]
+    for group in optimizer.param_groups:
+        names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, optimizer.held(p)))]
+        options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        catalogue.groups.append({**options, "params": names})
+
+
+def name_in(layouts: Layouts, held: HeldState) -> str:
+    """The parameter's name in the model; raises if it has none."""
+    name = layouts.name_of.get(held.param)
+    if name is None:
+        raise ConfigError(
+            f"Parameter {held.name!r} of the optimizer is not in the model; expected the model that it trains. Pass "
+            "the whole model."
+        )
+    return name
+
+
+def state_lines(held: HeldState, weight: Line, staging: Staging) -> dict[str, tuple[Line, torch.dtype]]:
+    """The state of one parameter under its public names.
+
+    A shard without state yet is saved as zeros: other ranks may have state for theirs, and a tensor is saved whole.
+    """
+    present = held.present
+    if not present and not (held.param.requires_grad and held.local is not held.param):
+        return {}
+    kept = {key.name: _kept(held, key.name, key.dtype, staging) for key in held.keys if key.shape is None}
+    lines: dict[str, tuple[Line, torch.dtype]] = {}
+    for key in (key for key in held.keys if key.shape is None):
+        if key.name == MASTER_LOW_KEY:
+            ours = MASTER_LOW_KEY in present and held.rule.wrote(held, flat_like(held.local, held.local))
+            squares = kept["exp_avg_sq"]
+            lines[MASTER_KEY] = (Joined(weight, kept[key.name], squares) if ours else Widened(weight)), torch.float32
+        elif key.name == MASTER_KEY and MASTER_KEY not in present:
+            lines[MASTER_KEY] = Widened(weight), torch.float32
+        elif key.name in present or not present:
+            split = key.name == "exp_avg_sq" and MASTER_LOW_KEY in kept
+            lines[key.name] = (Unsigned(kept[key.name]) if split else kept[key.name]), key.dtype
+    return lines
+
+
+def _kept(held: HeldState, key: str, dtype: torch.dtype, staging: Staging) -> Line:
+    if key not in held.present:
+        return Zeros(dtype)
+    return staging.line(held.raw(key)) if held.host is None else staging.kept(held, key)
+
+
+def _entry(part: Part, value: torch.Tensor, staging: Staging) -> Entry:
+    local = local_of(value)
+    return Entry(part, value.dtype, staging.line(flat_like(local, local)))
+
+
+def _renamed(part: Part, name: str) -> Part:
+    return Part(name, part.shape, part.box, part.start, part.strides)
+
+
+def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The values of nested dicts and their paths; a list is one value."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves((*path, str(key)), inner)
+    else:
+        yield path, value
+
+
+def merged_groups(everyone: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The parameter groups of all ranks: those with the same position and options are one, whoever holds its parts."""
+    merged: list[dict[str, Any]] = []
+    positions: list[int] = []
+    for groups in everyone:
+        for position, group in enumerate(groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            for there, place in zip(merged, positions, strict=True):
+                if place == position and _same_options(there, options):
+                    there["params"] += [name for name in group["params"] if name not in set(there["params"])]
+                    break
+            else:
+                merged.append({**options, "params": list(group["params"])})
+                positions.append(position)
+    return merged
+
+
+def _same_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    return {name for name in group if name != "params"} == options.keys() and all(
+        bool(torch.equal(value, group[name])) if isinstance(value, torch.Tensor) else value == group[name]
+        for name, value in options.items()
+    )

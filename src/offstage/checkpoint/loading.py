@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`load`: a checkpoint of any plan and world size into a model and an optimizer, in place.
+
+Everything is checked on every rank before anything is written: that the checkpoint is complete and its files are what
+was saved, that every tensor is there with the right shape. Weights are read into the parameters and state into the
+arenas, block by block, straight from the mapped files: no second copy on the device, and on the host none beyond a
+block. Ranks agree: what fails on one raises on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from offstage import master_weights
+from offstage.checkpoint.agreeing import Ranks
+from offstage.checkpoint.catalogue import GROUPS, MODEL, OPTIM, Layouts, name_in, part_of
+from offstage.checkpoint.fused import Splitter, by_metadata
+from offstage.checkpoint.manifest import MANIFEST, read_manifest, verify
+from offstage.checkpoint.parts import Box, Part
+from offstage.checkpoint.saving import MARKER, checked_optimizer
+from offstage.checkpoint.stored import METADATA, Stored
+from offstage.checkpoint.writer import SHARD_STEPS
+from offstage.dtensor import local_box, local_of
+from offstage.errors import CheckpointError
+from offstage.flat import flat_like, is_dense
+from offstage.held_state import HeldState
+from offstage.host_cpus import ranks_on_this_host, usable_cpus
+from offstage.interrupts import deferred_interrupts
+from offstage.optimizer import OffloadedOptimizer
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
+
+logger = logging.getLogger("offstage")
+
+_BLOCK = 4 * 1024 * 1024
+"""Elements that are converted at a time."""
+_MAX_THREADS = 16
+
+
+@torch.no_grad()
+def load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    checksums: bool = True,
+    splitter: Splitter = by_metadata,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load what `save` saved, or `torch.distributed.checkpoint` under the same names; returns `extra`.
+
+    Every rank calls it. `checksums=False` trusts the content of the files and compares sizes only. A folder without a
+    manifest that `torch.distributed.checkpoint` wrote is loaded without either, with a warning.
+    """
+    path, ranks = Path(folder), Ranks(group)
+    offloaded = checked_optimizer(optimizer)
+    with ranks.agreeing("Verifying the checkpoint"):
+        _verify(path, ranks, checksums)
+    stored = None
+    with ranks.agreeing("Comparing the checkpoint with the model"):
+        stored = Stored(path)
+        job = _Load(stored, model, offloaded, splitter)
+    assert stored is not None
+    with stored, ranks.agreeing("Loading the checkpoint"):
+        job.run()
+    return job.extra()
+
+
+def _verify(folder: Path, ranks: Ranks, checksums: bool) -> None:
+    """Sizes on every rank, which may see another disk; each file's content on one rank."""
+    if (folder / METADATA).exists() and not any((folder / name).exists() for name in (MANIFEST, MARKER)):
+        logger.warning("%s has no manifest: torch.distributed.checkpoint wrote it, and nothing can be verified", folder)
+        return
+    verify(folder, checksums=False)
+    if checksums:
+        names = sorted(read_manifest(folder).files)
+        verify(folder, names[ranks.rank :: ranks.size], threads=_threads())
+
+
+def _threads() -> int:
+    return max(1, min(_MAX_THREADS, usable_cpus() // ranks_on_this_host()))
+
+
+class _Load:
+    """One rank's load: checked when it is made, done by `run`."""
+
+    def __init__(
+        self, stored: Stored, model: nn.Module, optimizer: OffloadedOptimizer | None, splitter: Splitter
+    ) -> None:
+        self._stored, self._optimizer = stored, optimizer
+        self._layouts = Layouts(model, splitter)
+        self._tensors: list[tuple[list[Part], torch.Tensor]] = []
+        self._objects: dict[str, Any] = {}
+        self._model = model
+        self._check_model()
+        self._options: list[dict[str, Any]] = []
+        if optimizer is not None:
+            optimizer.follow_groups()
+            for held in optimizer.all_held():
+                self._check_state(held, name_in(self._layouts, held))
+            self._options = self._checked_options(optimizer)
+
+    # Checking
+
+    def _check_model(self) -> None:
+        for name, value in get_model_state_dict(self._model).items():
+            if not isinstance(value, torch.Tensor):
+                if f"{MODEL}.{name}" in self._stored:
+                    self._objects[name] = self._stored.object(f"{MODEL}.{name}")
+                continue
+            parts = [_under(part, MODEL) for part in self._layouts.parts(name, value)]
+            for part in parts:
+                self._check(part, f"Tensor {name!r} of the model", value.dtype)
+            self._tensors.append((parts, value))
+
+    def _check(self, part: Part, what: str, dtype: torch.dtype | None) -> None:
+        """Raise unless `part` is stored, with the right shape and dtype."""
+        if part.name not in self._stored.tensors:
+            near = f"{part.name.rsplit('.', 1)[0]}.*"
+            raise CheckpointError(
+                f"{self._stored.folder}: {what} is saved as {part.name!r}; found nothing of that name (nor {near}). "
+                "Load a checkpoint of this model; fused parameters need the names they were saved with (split_as)."
+            )
+        shape, found = self._stored.tensors[part.name]
+        if shape != part.shape:
+            raise CheckpointError(
+                f"{self._stored.folder}: {what}: expected shape {part.shape}, found {shape}. Load a checkpoint of this "
+                "model."
+            )
+        if found != dtype if dtype is not None else not found.is_floating_point:
+            raise CheckpointError(
+                f"{self._stored.folder}: {what}: expected {dtype or 'a floating point format'}, found {found}. Convert "
+                "the model before it is sharded and offloaded, or load a checkpoint in its format."
+            )
+
+    def _check_state(self, held: HeldState, name: str) -> None:
+        names = self._saved_keys(name)
+        if not names:
+            return
+        if missing := held.rule.required - names:
+            raise CheckpointError(
+                f"{self._stored.folder}: parameter {name!r} lacks {sorted(missing)}; found {sorted(names)}. Load a "
+                "checkpoint of the same optimizer class and options."
+            )
+        for key in names & held.rule.names:
+            for part in self._parts(held, name, key):
+                self._check(part, f"State {key!r} of parameter {name!r}", torch.float32 if key == MASTER_KEY else None)
+
+    def _saved_keys(self, name: str) -> set[str]:
+        """What the checkpoint has for a parameter. All parts of a fused one have the same."""
+        prefix = f"{OPTIM}.state.{self._layouts.saved_names(name)[0]}."
+        return {one.removeprefix(prefix) for one in self._names_by_prefix().get(prefix, ())}
+
+    def _names_by_prefix(self) -> Mapping[str, list[str]]:
+        if not hasattr(self, "_by_prefix"):
+            self._by_prefix: dict[str, list[str]] = {}
+            for name in self._stored.names:
+                self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
+        return self._by_prefix
+
+    def _parts(self, held: HeldState, name: str, key: str) -> list[Part]:
+        shaped = next((one.shape for one in held.keys if one.name == key and one.shape is not None), None)
+        if shaped is not None:
+            return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, device="meta"))]
+        return [_under(part, f"{OPTIM}.state", key) for part in self._layouts.parts(name, held.param)]
+
+    def _checked_options(self, optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
+        """The saved options of each of the optimizer's groups, found by the names of its parameters."""
+        groups: dict[str, dict[str, Any]] = {}
+        for name in self._stored.names:
+            if name.startswith(f"{GROUPS}."):
+                number, option = name.removeprefix(f"{GROUPS}.").split(".", 1)
+                groups.setdefault(number, {})[option] = self._value(name)
+        by_name = {param: group for group in groups.values() for param in group["params"]}
+        found = []
+        for place, group in enumerate(optimizer.param_groups):
+            saved = [name for p in group["params"] for name in self._layouts.saved_names(self._layouts.name_of[p])]
+            missing = [name for name in saved if name not in by_name]
+            if missing:
+                raise CheckpointError(
+                    f"{self._stored.folder}: parameter {missing[0]!r} of group {place} is in no saved group; expected "
+                    f"all {len(saved)}. Load a checkpoint of an optimizer for the same parameters."
+                )
+            options = [{k: v for k, v in by_name[name].items() if k != "params"} for name in saved]
+            if any(str(one) != str(options[0]) for one in options[1:]):
+                raise CheckpointError(
+                    f"{self._stored.folder}: the parameters of group {place} were in groups with different options; "
+                    "expected one. Group the parameters as they were when the checkpoint was saved."
+                )
+            found.append(options[0] if options else {})
+        completed = optimizer.with_class_defaults([dict(options) for options in found if options])
+        rest = iter(completed)
+        return [next(rest) if options else {} for options in found]
+
+    def _value(self, name: str) -> Any:
+        if name not in self._stored.tensors:
+            return self._stored.object(name)
+        shape, dtype = self._stored.tensors[name]
+        value = torch.empty(shape, dtype=dtype)
+        self._stored.read(name, Box((0,) * len(shape), shape), value)
+        return value
+
+    # Loading
+
+    def run(self) -> None:
+        """Write everything. What fails now leaves model and state between two checkpoints, and says so."""
+        optimizer = self._optimizer
+        if optimizer is not None:
+            optimizer.drop_trips()
+            optimizer.before_overwrite()
+        try:
+            with deferred_interrupts(), ThreadPoolExecutor(_threads()) as pool:
+                list(pool.map(self._load_tensor, self._tensors))
+                if self._objects:
+                    self._load_objects()
+                if optimizer is not None:
+                    self._load_groups(optimizer)
+                    group_of = optimizer.group_of()  # new options may have brought new places
+                    list(pool.map(lambda held: self._load_state(held, group_of[held.param]), optimizer.all_held()))
+                    optimizer.forget_lost_step()
+        except BaseException as error:
+            if optimizer is not None:
+                optimizer.lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
+            raise
+
+    def _load_groups(self, optimizer: OffloadedOptimizer) -> None:
+        for group, options in zip(optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+        optimizer.follow_groups()
+
+    def _load_objects(self) -> None:
+        modules = dict(self._model.named_modules())
+        for name, value in self._objects.items():
+            owner, _, _ = name.rpartition("._extra_state")
+            if name.endswith("_extra_state") and owner in modules:
+                modules[owner].set_extra_state(value)
+
+    @torch.no_grad()
+    def _load_tensor(self, one: tuple[list[Part], torch.Tensor]) -> None:
+        parts, value = one
+        local = local_of(value).detach()
+        if is_dense(local):
+            self._read(parts, flat_like(local, local))
+        else:  # with gaps in memory: through a copy of its own
+            flat = flat_like(local, local)
+            self._read(parts, flat)
+            local.copy_(flat.as_strided(local.shape, torch.empty_like(local, device="meta").stride()))
+
+    def _read(self, parts: list[Part], line: torch.Tensor) -> None:
+        for part in parts:
+            for block in part.blocks(4 * _BLOCK):
+                self._stored.read(block.name, block.box, into=block.of(line))
+
+    @torch.no_grad()
+    def _load_state(self, held: HeldState, group: dict[str, Any]) -> None:
+        name = name_in(self._layouts, held)
+        names = self._saved_keys(name)
+        scalars = {key: self._scalar(name, key) for key in names - held.rule.names}
+        if "step" in scalars:
+            scalars["step"] = self._own_step(held, name, scalars["step"])
+        held.set_scalars(scalars, group)
+        kept = {key.name for key in held.keys}
+        for key in kept - {MASTER_KEY, MASTER_LOW_KEY}:
+            if key in names:
+                self._read(self._parts(held, name, key), held.raw(key))
+            else:
+                held.raw(key).zero_()
+        held.present = frozenset(kept & names)
+        if names and MASTER_KEY in kept:
+            self._load_master(held, name, MASTER_KEY in names)
+        elif names and MASTER_LOW_KEY in kept:
+            self._load_split(held, name, MASTER_KEY in names)
+
+    def _scalar(self, name: str, key: str) -> Any:
+        values = [self._value(f"{OPTIM}.state.{saved}.{key}") for saved in self._layouts.saved_names(name)]
+        if any(not _equal(value, values[0]) for value in values[1:]):
+            raise CheckpointError(
+                f"{self._stored.folder}: the parts of {name!r} have different {key!r}: {values}; expected the same. "
+                "They cannot be one parameter."
+            )
+        return values[0]
+
+    def _own_step(self, held: HeldState, name: str, step: Any) -> Any:
+        """How often this rank's shard was updated, where shards differ."""
+        if SHARD_STEPS not in self._stored:
+            return step
+        box = Box(*local_box(held.param))
+        shards = self._stored.object(SHARD_STEPS).get(name, ())
+        found = {n for offset, size, n in shards if Box(tuple(offset), tuple(size)).overlap(box) is not None}
+        if len(found) > 1:
+            logger.warning(
+                "%s: shards that were updated %s times are one now; it counts as the most", name, sorted(found)
+            )
+        return torch.tensor(float(max(found))) if found else step
+
+    def _load_master(self, held: HeldState, name: str, saved: bool) -> None:
+        if saved:
+            self._read(self._parts(held, name, MASTER_KEY), held.raw(MASTER_KEY))
+        else:  # the weight as it is now is the best there is
+            held.raw(MASTER_KEY).copy_(flat_like(held.local, held.local))
+        held.present |= {MASTER_KEY}
+
+    def _load_split(self, held: HeldState, name: str, saved: bool) -> None:
+        """Masters become low halves and tie bits, block by block."""
+        weight = flat_like(held.local, held.local)
+        low, squares = held.raw(MASTER_LOW_KEY), held.raw("exp_avg_sq")
+
+        def rounded() -> Iterator[tuple[int, torch.Tensor]]:
+            for block in _consecutive(self._parts(held, name, MASTER_KEY)):
+                start, stop = block.start, block.start + block.box.numel
+                master = torch.empty(block.box.size, dtype=torch.float32)
+                if saved:
+                    self._stored.read(block.name, block.box, into=master)
+                else:
+                    master.view(-1).copy_(weight[start:stop])
+                made = master_weights.split(master.view(-1), squares[start:stop].to("cpu"))
+                low[start:stop].copy_(made[1])
+                squares[start:stop].copy_(made[2])
+                yield start, made[0]
+
+        held.rule.expect_weight(held, rounded())
+        held.present |= {MASTER_LOW_KEY}
+
+    def extra(self) -> dict[str, Any]:
+        """What was saved as `extra`, nested again."""
+        result: dict[str, Any] = {}
+        for name in self._stored.names:
+            head, *path = name.split(".")
+            if head == "extra" and path:
+                inner = result
+                for step in path[:-1]:
+                    inner = inner.setdefault(step, {})
+                inner[path[-1]] = self._value(name)
+        return result
+
+
+def _under(part: Part, prefix: str, key: str | None = None) -> Part:
+    name = f"{prefix}.{part.name}" if key is None else f"{prefix}.{part.name}.{key}"
+    return Part(name, part.shape, part.box, part.start, part.strides)
+
+
+def _consecutive(parts: list[Part]) -> Iterator[Part]:
+    """Blocks whose elements lie one behind the other in the line."""
+    for part in parts:
+        inner, is_line = 1, True
+        for length, stride in zip(reversed(part.box.size), reversed(part.strides), strict=True):
+            is_line = is_line and (length == 1 or stride == inner)
+            inner *= length
+        yield from part.blocks(_BLOCK if is_line else part.box.size[-1] if part.strides[-1] == 1 else 1)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    return torch.equal(left, right) if isinstance(left, torch.Tensor) else bool(left == right)

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Boxes of saved tensors, and where their elements are in a local line. Pure index arithmetic, no torch.distributed.
+
+A local line is what a rank holds of a parameter (or of one of its state tensors) as a 1-D tensor, in memory order. A
+checkpoint stores boxes: an offset and a size in a tensor's global shape. A `Part` ties the two. Used by `fused.py`,
+`saving.py` and `loading.py`; `stored.py` cuts what it reads with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Box:
+    """The elements `offset[d] <= i_d < offset[d] + size[d]` of a global tensor; `Box((), ())` is a 0-d tensor's one."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.size)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The elements in both; `None` where there are none."""
+        offset, size = [], []
+        for start, length, other_start, other_length in zip(
+            self.offset, self.size, other.offset, other.size, strict=True
+        ):
+            first = max(start, other_start)
+            last = min(start + length, other_start + other_length)
+            if first >= last:
+                return None
+            offset.append(first)
+            size.append(last - first)
+        return Box(tuple(offset), tuple(size))
+
+    def within(self, origin: Box) -> Box:
+        """The same elements, counted from the first element of `origin`."""
+        return Box(tuple(a - b for a, b in zip(self.offset, origin.offset, strict=True)), self.size)
+
+    def without(self, other: Box) -> list[Box]:
+        """The elements that are not in `other`, as disjoint boxes."""
+        common = self.overlap(other)
+        if common is None:
+            return [self] if self.numel else []
+        rest = []
+        offset, size = list(self.offset), list(self.size)
+        for dim in range(len(size)):
+            # What lies before and after along this dim; the next dims cut only what is between.
+            start, stop = common.offset[dim], common.offset[dim] + common.size[dim]
+            for first, last in ((offset[dim], start), (stop, offset[dim] + size[dim])):
+                if first < last:
+                    rest.append(
+                        Box((*offset[:dim], first, *offset[dim + 1 :]), (*size[:dim], last - first, *size[dim + 1 :]))
+                    )
+            offset[dim], size[dim] = start, stop - start
+        return rest
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a saved tensor, and where its elements are in a local line."""
+
+    name: str
+    """The saved tensor's name (of a fused parameter's part: its own)."""
+    shape: tuple[int, ...]
+    """The saved tensor's global shape."""
+    box: Box
+    start: int
+    """The box's first element is element `start` of the line."""
+    strides: tuple[int, ...]
+    """Element (i, j, …) of the box is element `start + i * strides[0] + j * strides[1] + …` of the line."""
+
+    def of(self, line: torch.Tensor) -> torch.Tensor:
+        """The box's elements, in the box's shape: a view of `line`."""
+        return line.as_strided(self.box.size, self.strides, line.storage_offset() + self.start)
+
+    def inner(self, box: Box) -> Part:
+        """The part for `box`, which lies inside this part's box."""
+        moved = box.within(self.box).offset
+        start = self.start + sum(i * stride for i, stride in zip(moved, self.strides, strict=True))
+        return dataclasses.replace(self, box=box, start=start)
+
+    def blocks(self, max_numel: int) -> Iterator[Part]:
+        """Parts of at most `max_numel` elements (and at least one), in row-major order, outer dims cut first."""
+        for box in blocks_of(self.box, max_numel):
+            yield self.inner(box)
+
+
+def whole(name: str, shape: Sequence[int], box: Box, strides: Sequence[int] | None = None) -> Part:
+    """The part whose box is the whole local line, which is row-major unless `strides` says otherwise."""
+    return Part(name, tuple(shape), box, 0, row_major(box.size) if strides is None else tuple(strides))
+
+
+def row_major(size: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of `size`."""
+    return tuple(math.prod(size[dim + 1 :]) for dim in range(len(size)))
+
+
+def blocks_of(box: Box, max_numel: int) -> Iterator[Box]:
+    """`box` in boxes of at most `max_numel` elements (and at least one), in row-major order; nothing if it is empty."""
+    if box.numel == 0:
+        return
+    if not box.size:
+        yield box
+        return
+    # The dim to cut is the outermost one of which a single row fits; the dims before it advance one by one.
+    dim = 0
+    while dim < len(box.size) - 1 and math.prod(box.size[dim + 1 :]) > max_numel:
+        dim += 1
+    rows = max(1, max_numel // math.prod(box.size[dim + 1 :]))
+    ranges = [range(first, first + length) for first, length in zip(box.offset, box.size, strict=True)]
+    for outer in itertools.product(*ranges[:dim]):
+        for first in ranges[dim][::rows]:
+            length = min(rows, ranges[dim].stop - first)
+            yield Box(
+                (*outer, first, *box.offset[dim + 1 :]),
+                (*(1 for _ in outer), length, *box.size[dim + 1 :]),
+            )
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements `[start, stop)` of a row-major tensor of `shape`, as few boxes as possible, in order."""
+    numel = math.prod(shape)
+    if not 0 <= start <= stop <= numel:
+        raise ValueError(
+            f"expected a range within the {numel} elements of shape {tuple(shape)}; found [{start}, {stop})"
+        )
+    return list(_boxes(tuple(shape), start, stop)) if start < stop else []
+
+
+def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """A partial first row, whole rows, a partial last row; the partial ones the same way, one dim further in."""
+    if not shape:
+        yield Box((), ())
+        return
+    inner = math.prod(shape[1:])
+    (first, skipped), (last, rest) = divmod(start, inner), divmod(stop, inner)
+    if skipped and first == last:
+        yield from _in_row(shape, first, skipped, rest)
+        return
+    if skipped:
+        yield from _in_row(shape, first, skipped, inner)
+        first += 1
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if rest:
+        yield from _in_row(shape, last, 0, rest)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in _boxes(shape[1:], start, stop):
+        yield Box((row, *box.offset), (1, *box.size))

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save` and `async_save`: a checkpoint folder that is complete or recognisably not.
+
+The folder gets its data files, then `.metadata`, and last a manifest with the checksums of all of them, renamed into
+place: whoever is killed on the way leaves a folder without a manifest. See docs/state_dict.md for the format.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from offstage.checkpoint.agreeing import Ranks
+from offstage.checkpoint.catalogue import Catalogue, SnapshotStaging, Staging, catalogue_of
+from offstage.checkpoint.fused import Splitter, by_metadata
+from offstage.checkpoint.manifest import MANIFEST, is_complete, sum_of, write_manifest
+from offstage.checkpoint.stored import METADATA
+from offstage.checkpoint.writer import Planner, Writer
+from offstage.errors import CheckpointError, ConfigError
+from offstage.host_cpus import ranks_on_this_host, usable_cpus
+from offstage.host_memory import check_host_memory
+from offstage.optimizer import OffloadedOptimizer
+from offstage.snapshot import Snapshot
+
+MARKER = ".offstage"
+"""There from the beginning: a folder with it and without a manifest is a save that did not come to its end."""
+_MAX_THREADS = 16
+_background: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+"""For each default process group: one of the same ranks for saves that go on beside training's own collectives."""
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    splitter: Splitter = by_metadata,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Save `model`, `optimizer` and `extra` to `folder`, which is complete when this returns. Every rank calls it.
+
+    `extra` is nested dicts of tensors and of what `torch.load(weights_only=True)` can load; where ranks differ, use
+    different keys. `splitter` says which parameters are saved under split names (`split_as`).
+    """
+    offloaded = checked_optimizer(optimizer)
+    ranks = Ranks(group)
+    if offloaded is not None:
+        offloaded.check_not_lost()
+        offloaded.drain_state()
+    with ranks.agreeing("Preparing the checkpoint"):
+        catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
+        _prepare(Path(folder), ranks)
+    _write(Path(folder), catalogue, ranks)
+
+
+class AsyncSave:
+    """A save under way. `result()` waits for it and raises what went wrong."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._taken: Callable[[], int] = lambda: 0
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._settle: Any = None
+
+    @property
+    def extra_bytes(self) -> int:
+        """Host memory taken for the save beyond the state itself, at most so far: weights, and chunks copied."""
+        return self._taken()
+
+    def done(self) -> bool:
+        """Whether it is over, one way or the other."""
+        return self._over.is_set()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete."""
+        if self._settle is not None:
+            self._settle()
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"The save to {self.folder} is not over after {timeout} s.")
+        if self._error is not None:
+            raise self._error
+
+
+def async_save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    splitter: Splitter = by_metadata,
+) -> AsyncSave:
+    """The same, in the background: what is saved is the state at the moment of the call. Every rank calls it.
+
+    Weights and resident state are copied now. State on the host is read while training goes on; chunks that an update
+    is about to overwrite are copied first. The copies take at most as much memory as the state, which `host_budget`
+    must allow. A second save waits for the first to be read.
+    """
+    offloaded = checked_optimizer(optimizer)
+    ranks = Ranks(_background_group())
+    started = AsyncSave(Path(folder))
+    snapshots: dict[int, Snapshot] = {}
+    staging = SnapshotStaging(snapshots)
+    started._taken = lambda: staging.nbytes + sum(one.copied_bytes for one in snapshots.values())
+    try:
+        with ranks.agreeing("Preparing the checkpoint"):
+            if offloaded is not None:
+                offloaded.check_not_lost()
+                offloaded.drain_state()
+                _check_room(offloaded)
+                snapshots |= offloaded.take_snapshots()
+                started._settle = offloaded.settle_snapshots
+            catalogue = catalogue_of(model, offloaded, extra or {}, splitter, staging)
+            _wait_for_copies()
+            _prepare(Path(folder), ranks)
+    except BaseException:
+        _close(snapshots)
+        raise
+
+    def run() -> None:
+        try:
+            _write(Path(folder), catalogue, ranks)
+        except BaseException as error:
+            started._error = error
+        finally:
+            _close(snapshots)
+            started._over.set()
+
+    threading.Thread(target=run, name="offstage-save", daemon=False).start()
+    return started
+
+
+def _close(snapshots: Mapping[int, Snapshot]) -> None:
+    for snapshot in snapshots.values():
+        snapshot.close()
+
+
+def _check_room(optimizer: OffloadedOptimizer) -> None:
+    state = sum(engine.host_bytes for engine in optimizer.engines)
+    weights = sum(held.local.nbytes for held in optimizer.all_held())
+    budget = optimizer.config.host_budget
+    check_host_memory(state + weights, None if budget is None else int(budget), already_bytes=state)
+
+
+def _wait_for_copies() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def _background_group() -> dist.ProcessGroup | None:
+    if not dist.is_initialized():
+        return None
+    default = dist.group.WORLD
+    if default not in _background:
+        made = dist.new_group(backend="gloo")
+        assert made is not None
+        _background[default] = made
+    return _background[default]
+
+
+def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | None:
+    """Raise if it is not one of ours."""
+    if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
+        raise ConfigError(
+            f"offstage.checkpoint expects the optimizer that offload() returned; found {type(optimizer).__name__}. "
+            "Save it with torch.distributed.checkpoint (get_optimizer_state_dict), or offload it with fraction=0.0: "
+            "the formats are the same."
+        )
+    return optimizer
+
+
+def _prepare(folder: Path, ranks: Ranks) -> None:
+    """An empty folder. What an interrupted save has left is removed; a complete checkpoint is not."""
+    if ranks.rank != 0:
+        return
+    if is_complete(folder):
+        raise CheckpointError(
+            f"{folder} holds a complete checkpoint; expected an empty or new folder. Choose another name, or remove it."
+        )
+    if folder.exists():
+        ours = (MANIFEST, METADATA, MARKER)
+        strange = [p.name for p in folder.iterdir() if p.suffix not in (".distcp", ".tmp") and p.name not in ours]
+        if strange:
+            raise CheckpointError(
+                f"{folder} holds {strange[0]!r}, which is no part of a checkpoint; expected an empty or new folder. "
+                "Choose another name."
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    (folder / MARKER).touch()
+
+
+def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
+    started = time.time()
+    threads = max(1, min(_MAX_THREADS, usable_cpus() // ranks_on_this_host()))
+    writer, planner = Writer(folder, threads), Planner(catalogue)
+    try:
+        if ranks.alone:
+            _write_alone(writer, planner)
+        else:
+            dcp_save({}, storage_writer=writer, planner=planner, process_group=ranks.group)
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(
+            f"{folder}: the checkpoint could not be written; rank {rank}: {type(cause).__name__}: {cause}. The folder "
+            "is incomplete and will not be loaded; checkpoints saved before are as they were. Mend the cause and save "
+            "again."
+        ) from cause
+    sums = ranks.gather(writer.sums)
+    with ranks.agreeing("Completing the checkpoint"):
+        if ranks.rank == 0:
+            files = {name: one for each in sums for name, one in each.items()}
+            files |= {name: sum_of(folder / name) for name in (METADATA, MARKER)}
+            about = {"ranks": ranks.size, "torch": torch.__version__, "seconds": round(time.time() - started, 3)}
+            write_manifest(folder, files, about=about)
+
+
+def _write_alone(writer: Writer, planner: Planner) -> None:
+    """What `torch.distributed.checkpoint` does over all ranks, for one process without a process group."""
+    try:
+        writer.set_up_storage_writer(True)
+        planner.set_up_planner({}, is_coordinator=True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        (plan,) = writer.prepare_global_plan(plans)
+        results = writer.write_data(plan, planner).wait()
+        writer.finish(metadata, [results])
+    except Exception as error:
+        raise CheckpointException("one process", {0: (error, traceback.extract_stack())}) from error

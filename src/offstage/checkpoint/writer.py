@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planner and storage writer for `torch.distributed.checkpoint`: a catalogue goes to files, block by block.
+
+The protocol is DCP's own: every rank describes what it holds, the coordinator removes duplicates and makes the
+metadata, every rank writes its files. Items are in the format of `torch.save`, so that any reader of DCP folders can
+read them. Used by `saving.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from offstage.checkpoint.archive import ALIGN, write_tensor
+from offstage.checkpoint.catalogue import GROUPS, Catalogue, Entry, merged_groups
+from offstage.checkpoint.manifest import FileSum
+from offstage.checkpoint.parts import Box
+from offstage.snapshot import Snapshot
+
+_BLOCK_BYTES = 16 * 1024 * 1024
+SHARD_STEPS = "offstage.shard_steps"
+
+
+class Planner(DefaultSavePlanner):
+    """Describes a catalogue to DCP."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        super().__init__()
+        self._catalogue = catalogue
+        self.entries: dict[MetadataIndex, Entry] = {}
+        self.objects = dict(catalogue.objects)
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """The catalogue is all there is to know."""
+        self.is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """What this rank holds. No other rank is asked."""
+        items = []
+        for entry in self._catalogue.entries:
+            part = entry.part
+            if part.box.numel == 0 and 0 not in part.shape:
+                continue  # an empty shard; a tensor without elements is saved, so that its name is there
+            index = MetadataIndex(part.name, part.box.offset)
+            self.entries[index] = entry
+            chunk = ChunkStorageMetadata(torch.Size(part.box.offset), torch.Size(part.box.size))
+            whole = part.box.size == part.shape
+            data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(part.shape))
+            kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD
+            items.append(WriteItem(index, kind, tensor_data=data))
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self.objects]
+        self.plan = SavePlan(items, planner_data=_Told(self._catalogue))
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Only on the coordinator: what the ranks say of groups and steps becomes objects that it writes itself."""
+        told: list[_Told] = [plan.planner_data for plan in all_plans]
+        self.objects.update(_group_objects(merged_groups(one.groups for one in told)))
+        if steps := _unequal_steps(told):
+            self.objects[SHARD_STEPS] = steps
+        paths = {name: path for one in reversed(told) for name, path in one.paths.items()}
+        added = {name: tuple(_path(name)) for name in self.objects if name not in paths}
+        plans = [dataclasses.replace(plan, planner_data=paths | added) for plan in all_plans]
+        new = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in added]
+        plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *new])  # the coordinator's own
+        global_plan, metadata = super().create_global_plan(plans)
+        return [dataclasses.replace(plan, planner_data=None) for plan in global_plan], metadata
+
+    def resolve_data(self, write_item: WriteItem) -> io.BytesIO:  # type: ignore[override]
+        """Objects only: tensors are read block by block."""
+        buffer = io.BytesIO()
+        torch.save(self.objects[write_item.index.fqn], buffer)
+        return buffer
+
+
+class _Told:
+    """What a rank tells the coordinator beside its items."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self.paths, self.groups, self.steps = catalogue.paths, catalogue.groups, catalogue.steps
+
+
+def _group_objects(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {f"{GROUPS}.{n}.{option}": value for n, group in enumerate(groups) for option, value in group.items()}
+
+
+def _path(name: str) -> Iterator[str | int]:
+    if name.startswith(GROUPS):
+        number, option = name.removeprefix(f"{GROUPS}.").split(".", 1)
+        yield from GROUPS.split(".")
+        yield int(number)
+        yield option
+    else:
+        yield name
+
+
+def _unequal_steps(told: Sequence[_Told]) -> dict[str, list[Any]]:
+    """Parameters whose shards were not updated equally often: torch's format has one number for all of them."""
+    found: dict[str, dict[Box, float]] = defaultdict(dict)
+    for one in told:
+        for name, shards in one.steps.items():
+            found[name].update(shards)
+    return {
+        name: [[list(box.offset), list(box.size), step] for box, step in shards.items()]
+        for name, shards in found.items()
+        if len(set(shards.values())) > 1
+    }
+
+
+class Writer(FileSystemWriter):
+    """Writes the entries of a `Planner`, a file per thread, and sums up each file as it goes."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        super().__init__(folder, overwrite=True)
+        self.sums: dict[str, FileSum] = {}
+        self.nbytes = 0
+        self._folder, self._threads = folder, threads
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """This rank's share of the global plan."""
+        assert isinstance(planner, Planner)
+        _announce(planner, plan.items)
+        files = _bins(plan.items, self._threads)
+        names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(len(files))]
+        with ThreadPoolExecutor(max(1, len(files))) as pool:
+            results = list(pool.map(lambda name, items: self._write_file(name, items, planner), names, files))
+        _sync_folder(self._folder)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for file in results for result in file])
+        return future
+
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: Planner) -> list[WriteResult]:
+        results = []
+        with open(self._folder / name, "wb") as raw:
+            file = _Summed(raw)
+            for item in items:
+                file.pad()
+                offset = file.nbytes
+                if item.type is WriteItemType.BYTE_IO:
+                    file.write(planner.resolve_data(item).getbuffer())
+                else:
+                    entry = planner.entries[item.index]
+                    write_tensor(file, entry.dtype, entry.part.box.size, _blocks(entry))  # type: ignore[arg-type]
+                    for snapshot, index in entry.line.places():
+                        snapshot.finished(index)
+                place = _StorageInfo(name, offset, file.nbytes - offset)
+                results.append(WriteResult(item.index, file.nbytes - offset, place))
+            raw.flush()
+            os.fsync(raw.fileno())
+        self.sums[name] = FileSum(file.nbytes, file.crc32)
+        return results
+
+
+class _Summed:
+    """A file that is written in sequence, and its checksum."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self.nbytes = 0
+        self.crc32 = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._raw.write(view)
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.nbytes += len(view)
+        return len(view)
+
+    def pad(self) -> None:
+        self.write(bytes(-self.nbytes % ALIGN))
+
+
+def _announce(planner: Planner, items: Sequence[WriteItem]) -> None:
+    """Tell snapshots what of them will be read, so that they keep nothing else."""
+    lines: dict[Snapshot, Counter[int]] = defaultdict(Counter)
+    for entry in planner.entries.values():
+        for snapshot, _ in entry.line.places():
+            lines[snapshot]  # all of them, though another rank may write everything
+    for item in items:
+        if item.type is not WriteItemType.BYTE_IO:
+            for snapshot, index in planner.entries[item.index].line.places():
+                lines[snapshot][index] += 1
+    for snapshot, counts in lines.items():
+        snapshot.expect(counts)
+
+
+def _bins(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
+    """`items` in at most `count` files of about the same size; those of one parameter stay together and in order."""
+    sizes = [item.tensor_storage_size() or 1 for item in items]
+    target = max(1, -(-sum(sizes) // count))
+    bins: list[list[WriteItem]] = []
+    room = 0
+    for item, size in zip(items, sizes, strict=True):
+        if room <= 0:
+            bins.append([])
+            room = target
+        bins[-1].append(item)
+        room -= size
+    return bins
+
+
+def _blocks(entry: Entry) -> Iterator[Any]:
+    """The bytes of an entry, in row-major order."""
+    for block in entry.part.blocks(max(1, _BLOCK_BYTES // entry.dtype.itemsize)):
+        size, strides = block.box.size, block.strides
+        span = 1 + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
+        read = entry.line.read(block.start, block.start + span)
+        yield bytes_of(read.as_strided(size, strides, read.storage_offset()).contiguous())
+
+
+def bytes_of(tensor: torch.Tensor) -> Any:
+    """The memory of a contiguous host tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
