@@ -3,8 +3,12 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 import torch
+
+from tests.ranks import Ranks
 
 # What the tests measure of this machine is nobody else's business.
 _cache = tempfile.TemporaryDirectory(prefix="offstage-tests-")
@@ -14,3 +18,10 @@ os.environ["OFFSTAGE_CACHE"] = _cache.name
 # instruction. The tests need no fast matrix products.
 torch.backends.mkldnn.enabled = False
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Real processes: `ranks.run(2, function)`."""
+    with Ranks() as started:
+        yield started

@@ -82,9 +82,17 @@ def place_gradient(param: torch.Tensor) -> None:
 
     Every rank of the mesh must call.
     """
+    if not has_placed_gradient(param):
+        assert isinstance(param, DTensor)
+        assert isinstance(param.grad, DTensor)
+        param.grad = param.grad.redistribute(placements=param.placements)
+
+
+def has_placed_gradient(param: torch.Tensor) -> bool:
+    """Whether the gradient is laid out as `param` is, so that using it needs no other rank."""
     grad = param.grad
-    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
-        param.grad = grad.redistribute(placements=param.placements)
+    both = isinstance(param, DTensor) and isinstance(grad, DTensor)
+    return not both or grad.placements == param.placements  # type: ignore[union-attr]
 
 
 def local_value(value: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:

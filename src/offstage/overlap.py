@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from offstage.config import OffloadConfig
 from offstage.cues import Cues
 from offstage.dropped_gradient import DroppedGradient
+from offstage.dtensor import has_placed_gradient
 from offstage.early import Early
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffstageError, StepLostError
@@ -267,6 +268,8 @@ class Overlap:
     def _is_early(self, held: HeldState, engine: Engine) -> bool:
         speculation = self._optimizer.speculation
         if held.param not in self.early.params or not speculation.allows_early or engine.lanes is None:
+            return False
+        if not has_placed_gradient(held.param):  # ranks decide for themselves what is early: no collective here
             return False
         # Resident state has no second set; its update costs no transfer and can as well be made in step().
         return held.placement is Placement.STREAMED or not speculation.clips

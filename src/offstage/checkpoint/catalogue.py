@@ -163,7 +163,7 @@ class SnapshotStaging(Staging):
         padded = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         if padded > self._room.numel():
             # The views keep the memory; unlike torch's own pinned memory it is exact and fast to get.
-            arena = Arena(max(padded, min(self.nbytes, _SLAB)), torch.uint8, device, pin=True)
+            arena = Arena(max(padded, min(self.nbytes // 4, _SLAB)), torch.uint8, device, pin=True)
             self._arenas.append(arena)
             self._room = arena.flat
             self.nbytes += arena.nbytes

@@ -7,6 +7,7 @@ place: whoever is killed on the way leaves a folder without a manifest. See docs
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import threading
@@ -38,6 +39,7 @@ from offstage.snapshot import Snapshot
 MARKER = ".offstage"
 """There from the beginning: a folder with it and without a manifest is a save that did not come to its end."""
 _MAX_THREADS = 16
+logger = logging.getLogger("offstage")
 _background: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """For each default process group: one of the same ranks for saves that go on beside training's own collectives."""
 
@@ -58,10 +60,10 @@ def save(
     """
     offloaded = checked_optimizer(optimizer)
     ranks = Ranks(group)
-    if offloaded is not None:
-        offloaded.check_not_lost()
-        offloaded.drain_state()
     with ranks.agreeing("Preparing the checkpoint"):
+        if offloaded is not None:
+            offloaded.check_not_lost()
+            offloaded.drain_state()
         catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
         _prepare(Path(folder), ranks)
     _write(Path(folder), catalogue, ranks)
@@ -136,6 +138,7 @@ def async_save(
             _write(Path(folder), catalogue, ranks)
         except BaseException as error:
             started._error = error
+            logger.error("the save to %s failed: %s", folder, error)
         finally:
             _close(snapshots)
             started._over.set()
