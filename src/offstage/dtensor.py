@@ -92,7 +92,7 @@ def has_placed_gradient(param: torch.Tensor) -> bool:
     """Whether the gradient is laid out as `param` is, so that using it needs no other rank."""
     grad = param.grad
     both = isinstance(param, DTensor) and isinstance(grad, DTensor)
-    return not both or grad.placements == param.placements  # type: ignore[union-attr]
+    return not both or grad.placements == param.placements  # type: ignore[attr-defined,union-attr]
 
 
 def local_value(value: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:

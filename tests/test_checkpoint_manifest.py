@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest: a folder is complete with it and only with it, and every change to a file is seen."""
+
+import json
+import logging
+import os
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offstage.checkpoint import manifest
+from offstage.checkpoint.manifest import (
+    MANIFEST,
+    FileSum,
+    is_complete,
+    latest,
+    read_manifest,
+    sum_of,
+    verify,
+    write_manifest,
+)
+from offstage.errors import CheckpointError
+
+FILES = {
+    ".metadata": b"\x80\x04metadata",
+    "__0_0.distcp": bytes(range(100)),
+    "__1_0.distcp": b"",
+    "__2_0.distcp": b"\0",
+}
+ABOUT = {"number": 3, "world": [2, 2], "model": "größer", "loss": 0.25, "none": None}
+
+
+def make(folder: Path, files=FILES, about=ABOUT) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    write_manifest(folder, {name: sum_of(folder / name) for name in files}, about=about)
+    return folder
+
+
+def refused(action, *fragments) -> str:
+    with pytest.raises(CheckpointError) as raised:
+        action()
+    for fragment in fragments:
+        assert fragment in str(raised.value)
+    return str(raised.value)
+
+
+# Complete or not #
+
+
+def test_what_is_written_is_read(tmp_path):
+    before = time.time_ns()
+    folder = make(tmp_path / "a")
+    found = read_manifest(folder)
+    assert found.files == {name: FileSum(len(content), zlib.crc32(content)) for name, content in FILES.items()}
+    assert found.about == ABOUT
+    assert before <= found.saved_at <= time.time_ns()
+    assert is_complete(folder)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, MANIFEST])  # no temporary file
+    verify(folder)
+    verify(folder, checksums=False)
+
+
+def test_what_is_said_about_a_checkpoint_is_plain_data(tmp_path):
+    """Tuples become lists and keys strings before the checksum is taken; what JSON cannot say is refused."""
+    folder = make(tmp_path / "a", about={"shape": (2, 3), 10: "ten", 9: "nine"})
+    assert read_manifest(folder).about == {"shape": [2, 3], "10": "ten", "9": "nine"}
+    for about in ({"x": float("nan")}, {"x": object()}):
+        with pytest.raises((ValueError, TypeError)):
+            make(tmp_path / "b", about=about)
+        assert not is_complete(tmp_path / "b")
+
+
+def test_a_checksum_of_a_file_of_many_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(manifest, "_READ_BYTES", 100)
+    content = os.urandom(1001)
+    (tmp_path / "x").write_bytes(content)
+    assert sum_of(tmp_path / "x") == FileSum(1001, zlib.crc32(content))
+
+
+def test_without_a_manifest_a_folder_is_incomplete(tmp_path):
+    folder = make(tmp_path / "a")
+    (folder / MANIFEST).unlink()
+    assert not is_complete(folder)
+    assert not is_complete(tmp_path / "nowhere")
+    refused(
+        lambda: read_manifest(folder), str(folder / MANIFEST), "incomplete", "interrupted or is not over", "another"
+    )
+    refused(lambda: verify(folder), "incomplete")
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_save_interrupted_before_the_rename_is_incomplete(call, tmp_path, monkeypatch):
+    """What the last step would do is in a file of another name; writing again succeeds."""
+    folder = tmp_path / "a"
+
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "fsync") if call == "fsync" else (Path, "replace")), interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(folder)
+    assert not is_complete(folder)
+    make(folder)
+    verify(folder)
+
+
+def test_the_manifest_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, Path.replace
+
+    def watched_fsync(descriptor):
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def watched_replace(path, target):
+        assert (path.parent / path.name).stat().st_size > 0
+        events.append(f"rename {Path(target).name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", watched_fsync)
+    monkeypatch.setattr(Path, "replace", watched_replace)
+    make(tmp_path / "a")
+    assert events == [f"sync .{MANIFEST}.tmp", f"rename {MANIFEST}", "sync a"]
+
+
+# Damage #
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_truncation_is_seen(name, tmp_path):
+    folder = make(tmp_path / "a")
+    content = FILES[name]
+    for length in range(len(content)):
+        (folder / name).write_bytes(content[:length])
+        for checksums in (True, False):
+            refused(
+                lambda checksums=checksums: verify(folder, checksums=checksums),
+                f"{name}: expected {len(content)} bytes; found {length}.",
+            )
+    (folder / name).write_bytes(content + b"\0")
+    refused(lambda: verify(folder, checksums=False), f"{name}: expected {len(content)} bytes")
+    (folder / name).write_bytes(content)
+    verify(folder)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("sound") / "a")
+
+
+@given(st.data())
+@settings(deadline=None)
+def test_flipped_bits_are_seen(sound, data):
+    folder = sound
+    name = data.draw(st.sampled_from([name for name, content in FILES.items() if content]))
+    damaged = bytearray(FILES[name])
+    for bit in data.draw(st.sets(st.integers(0, 8 * len(damaged) - 1), min_size=1, max_size=3)):
+        damaged[bit // 8] ^= 1 << bit % 8
+    (folder / name).write_bytes(damaged)
+    message = refused(lambda: verify(folder), name, f"expected checksum {zlib.crc32(FILES[name]):08x}")
+    assert f"found {zlib.crc32(bytes(damaged)):08x}" in message
+    verify(folder, checksums=False)  # sizes are as they were
+    verify(folder, set(FILES) - {name})
+    (folder / name).write_bytes(FILES[name])
+    verify(folder)
+
+
+def test_every_flipped_bit_of_the_manifest_is_seen(tmp_path):
+    folder = make(tmp_path / "a")
+    content = (folder / MANIFEST).read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (folder / MANIFEST).write_bytes(damaged)
+        refused(lambda: verify(folder), str(folder / MANIFEST))
+        assert not is_complete(folder)
+
+
+def test_every_truncated_manifest_is_seen(tmp_path):
+    folder = make(tmp_path / "a")
+    content = (folder / MANIFEST).read_bytes()
+    for length in range(len(content) - 1):  # without the newline at its end it says the same
+        (folder / MANIFEST).write_bytes(content[:length])
+        refused(lambda: verify(folder), str(folder / MANIFEST), "damaged")
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "{}", '{"crc32": 3}', "[" * 100_000, "\ud800", "NaN"])
+def test_something_else_of_that_name_is_refused(text, tmp_path):
+    folder = make(tmp_path / "a")
+    (folder / MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
+    refused(lambda: read_manifest(folder), str(folder / MANIFEST), "damaged")
+
+
+def rewrite(folder: Path, **changes) -> Path:
+    """Change the manifest and make its checksum right."""
+    content = json.loads((folder / MANIFEST).read_text()) | changes
+    content["crc32"] = manifest._own_sum(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+    return folder
+
+
+def test_other_versions_and_files_outside_are_refused(tmp_path):
+    folder = rewrite(make(tmp_path / "a"), version=2)
+    refused(lambda: read_manifest(folder), MANIFEST, "expected version 1", "found version 2", "offstage that saved it")
+    for name in ("../x", "/etc/passwd", "a/../../x"):
+        folder = rewrite(make(tmp_path / "a"), files={name: {"bytes": 0, "crc32": 0}})
+        refused(lambda: read_manifest(folder), MANIFEST, name, "outside")  # noqa: B023
+    folder = rewrite(make(tmp_path / "a"), files={"x": 3})
+    refused(lambda: read_manifest(folder), MANIFEST, "damaged")
+
+
+def test_another_layout_of_the_same_content_is_fine(tmp_path):
+    folder = rewrite(make(tmp_path / "a"))
+    assert "\n" not in (folder / MANIFEST).read_text()
+    verify(folder)
+
+
+def test_all_bad_files_are_named_up_to_five(tmp_path):
+    files = {f"__{number}_0.distcp": b"x" * 10 for number in range(8)}
+    folder = make(tmp_path / "a", files)
+    (folder / "__0_0.distcp").unlink()
+    (folder / "__3_0.distcp").write_bytes(b"x" * 9)
+    (folder / "__5_0.distcp").write_bytes(b"y" * 10)
+    message = refused(
+        lambda: verify(folder, threads=3),
+        str(folder),
+        "3 of 8 files",
+        "__0_0.distcp: expected 10 bytes; found No such file",
+        "__3_0.distcp: expected 10 bytes; found 9",
+        "__5_0.distcp: expected checksum",
+        "Use another checkpoint",
+    )
+    assert "__1_0" not in message
+    for name in files:
+        (folder / name).write_bytes(b"")
+    message = refused(lambda: verify(folder), "8 of 8 files", "And 3 more.")
+    assert sum(name in message for name in files) == 5
+
+
+def test_only_the_files_asked_for_are_looked_at(tmp_path):
+    folder = make(tmp_path / "a")
+    (folder / "__0_0.distcp").unlink()
+    verify(folder, [".metadata", "__1_0.distcp"])
+    verify(folder, [])
+    refused(lambda: verify(folder, ["__0_0.distcp"]), "1 of 1 files", "__0_0.distcp")
+    refused(lambda: verify(folder, ["other"]), "other: expected in manifest.json; found no entry")
+    (folder / "__0_0.distcp").mkdir()
+    refused(lambda: verify(folder), "__0_0.distcp")
+
+
+def test_files_that_nobody_saved_do_not_matter(tmp_path):
+    folder = make(tmp_path / "a")
+    (folder / "notes.txt").write_text("mine")
+    verify(folder)
+
+
+# The newest #
+
+
+def test_latest_is_the_newest_complete_one(tmp_path, caplog):
+    assert latest(tmp_path) is None
+    assert latest(tmp_path / "nowhere") is None
+    for name in ("step-30", "step-4", "step-100"):  # neither the order of names nor of numbers
+        make(tmp_path / name)
+    assert latest(tmp_path) == tmp_path / "step-100"
+    make(tmp_path / "step-4")
+    os.utime(tmp_path / "step-4" / MANIFEST, (1, 1))  # what the manifest says, not what a copy's time says
+    assert latest(tmp_path) == tmp_path / "step-4"
+    interrupted = make(tmp_path / "step-5")
+    (interrupted / MANIFEST).rename(interrupted / f".{MANIFEST}.tmp")
+    (tmp_path / "notes.txt").write_text("not a folder")
+    make(tmp_path / "kept" / "step-6")  # not directly under it
+    with caplog.at_level(logging.WARNING, "offstage"):
+        assert latest(tmp_path) == tmp_path / "step-4"
+    assert not caplog.records
+    damaged = make(tmp_path / "step-7")
+    (damaged / MANIFEST).write_bytes((damaged / MANIFEST).read_bytes()[:-9])
+    with caplog.at_level(logging.WARNING, "offstage"):
+        assert latest(tmp_path) == tmp_path / "step-4"
+    assert str(damaged) in caplog.text
