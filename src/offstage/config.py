@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OffloadConfig`: everything a user can choose, validated when it is made. Used by `offload()`."""
+"""`OffloadConfig`, `ActivationConfig`: everything a user can choose, validated when it is made."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from offstage.errors import ConfigError
 
@@ -150,20 +151,7 @@ class OffloadConfig:
     @classmethod
     def build(cls, config: OffloadConfig | None, overrides: Mapping[str, Any]) -> OffloadConfig:
         """`config` with `overrides` on top; an unknown field raises and names the nearest one."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in overrides:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}."
-                raise ConfigError(f"OffloadConfig has no field {name!r}; {hint}")
-        if config is None:
-            return cls(**overrides)
-        if not isinstance(config, cls):
-            raise ConfigError(
-                f"config expects an OffloadConfig; found {type(config).__name__}. "
-                "Pass single settings as keywords: offload(optimizer, model, fraction=0.5)."
-            )
-        return dataclasses.replace(config, **overrides)
+        return _built(cls, config, overrides, "offload(optimizer, model, fraction=0.5)")
 
     def dtype_of(self, key: str) -> torch.dtype:
         """The format in which the moment `key` is kept."""
@@ -267,7 +255,65 @@ class OffloadConfig:
             )
 
 
+Config = TypeVar("Config", "OffloadConfig", "ActivationConfig")
+
+
+def _built(cls: type[Config], config: Config | None, overrides: Mapping[str, Any], example: str) -> Config:
+    known = [field.name for field in dataclasses.fields(cls)]
+    for name in overrides:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}."
+            raise ConfigError(f"{cls.__name__} has no field {name!r}; {hint}")
+    if config is None:
+        return cls(**overrides)
+    if not isinstance(config, cls):
+        raise ConfigError(
+            f"config expects an {cls.__name__}; found {type(config).__name__}. "
+            f"Pass single settings as keywords: {example}."
+        )
+    return dataclasses.replace(config, **overrides)
+
+
 def _is_share(value: object) -> bool:
     """`None`, or a number from 0 to 1."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value is None or (is_number and 0.0 <= value <= 1.0)  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationConfig:
+    """Which saved tensors leave the device between forward and backward, and how early they return."""
+
+    layers: int | Sequence[nn.Module] | None = None
+    """How many layers' tensors leave, spread over the model; or the layers themselves. `None`: all but `keep_last`."""
+    fraction: float = 1.0
+    """The share of the chosen layers' saved bytes that leaves."""
+    min_bytes: int | str = "1MiB"
+    """Smaller tensors stay."""
+    keep_last: int = 1
+    """The last layers, whose tensors stay because backward needs them at once. Not used where layers are named."""
+    prefetch: int = 1
+    """How many layers ahead tensors return in backward, and how many may be leaving at once; 1 is double buffering."""
+    host_budget: int | str | None = None
+    """The most host memory to use for it."""
+
+    @classmethod
+    def build(cls, config: ActivationConfig | None, overrides: Mapping[str, Any]) -> ActivationConfig:
+        """`config` with `overrides` on top; an unknown field raises and names the nearest one."""
+        return _built(cls, config, overrides, "offload_activations(model, fraction=0.5)")
+
+    def __post_init__(self) -> None:
+        for name in ("min_bytes", "host_budget"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_size(getattr(self, name), name))
+        if isinstance(self.layers, (bool, str)):
+            raise ConfigError(f"layers expects a number of layers or a list of modules; found {self.layers!r}.")
+        if isinstance(self.layers, int) and self.layers < 0:
+            raise ConfigError(f"layers expects a number of at least 0; found {self.layers}. Leave it out for all.")
+        if self.fraction is None or not _is_share(self.fraction):
+            raise ConfigError(f"fraction expects a number from 0 to 1; found {self.fraction!r}. Leave it out for 1.")
+        for name, least in (("keep_last", 0), ("prefetch", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} expects a number of layers, at least {least}; found {value!r}.")

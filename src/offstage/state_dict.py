@@ -150,7 +150,7 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
     optimizer.drop_trips()
     optimizer.before_overwrite()
     with deferred_interrupts():
-        _replace_groups(optimizer, groups)
+        replace_groups(optimizer, groups)
         for param, group in optimizer.group_of().items():
             optimizer.held(param).load(values[param], group)
         optimizer.forget_lost_step()
@@ -158,7 +158,7 @@ def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
         post_hook(optimizer)
 
 
-def _replace_groups(optimizer: OffloadedOptimizer, groups: list[dict[str, Any]]) -> None:
+def replace_groups(optimizer: OffloadedOptimizer, groups: list[dict[str, Any]]) -> None:
     """Give every group its saved options, in place, and room for the state they need; or leave them as they were."""
     before = [dict(group) for group in optimizer.param_groups]
     try:

@@ -8,7 +8,7 @@ and nothing asked of other ranks: shapes and offsets come from meshes and placem
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from offstage.checkpoint.fused import Fused, Splitter, fused_parts, split_name
 from offstage.checkpoint.lines import Joined, Kept, Line, Plain, Unsigned, Widened, Zeros
 from offstage.checkpoint.names import named_parameters
+from offstage.checkpoint.objects import pickled, unpickled
 from offstage.checkpoint.parts import Box, Part, whole
 from offstage.dtensor import local_box, local_of
 from offstage.errors import ConfigError
@@ -31,7 +32,7 @@ from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
 from offstage.snapshot import Snapshot
 
 _SLAB = 64 * 1024 * 1024
-MODEL, OPTIM, GROUPS = "model", "optim", "optim.param_groups"
+MODEL, OPTIM, GROUPS, EXTRA = "model", "optim", "optim.param_groups", "extra"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Catalogue:
     """What one rank saves."""
 
     entries: list[Entry] = field(default_factory=list)
-    objects: dict[str, Any] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    """Everything that is no tensor, as `torch.save` writes it: a later change of the object does not count."""
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Where in the nested state dict each name belongs, as `torch.distributed.checkpoint` notes it."""
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Catalogue:
 
     def add_object(self, path: tuple[str | int, ...], value: Any) -> None:
         name = ".".join(map(str, path))
-        self.objects[name], self.paths[name] = value, path
+        self.objects[name], self.paths[name] = pickled(name, value), path
 
 
 class Layouts:
@@ -119,7 +121,7 @@ def catalogue_of(
     weights = _add_model(catalogue, model, layouts, staging)
     if optimizer is not None:
         _add_optimizer(catalogue, optimizer, layouts, weights, staging)
-    for path, value in _leaves(("extra",), extra):
+    for path, value in _leaves((EXTRA,), extra):
         if isinstance(value, torch.Tensor):
             catalogue.add(_entry(part_of(".".join(map(str, path)), value), value, staging), path)
         else:
@@ -144,9 +146,11 @@ class Staging:
 class SnapshotStaging(Staging):
     """For a save that goes on while training does: arenas are read through snapshots, all else is copied now."""
 
-    def __init__(self, snapshots: Mapping[int, Snapshot]) -> None:
-        """`snapshots` by the identity of the host state they are of."""
-        self._snapshots = snapshots
+    def __init__(self, snapshots: Mapping[int, Snapshot], allow: Callable[[int], None]) -> None:
+        """`snapshots` by the identity of the host state they are of; `allow` raises if memory may not be taken."""
+        self._snapshots, self._allow = snapshots, allow
+        self._sources: list[torch.Tensor] = []
+        """Kept until the copies are made: until then nothing else may have their addresses."""
         self._arenas: list[Arena] = []
         self._copies: dict[tuple[int, int, torch.dtype], Line] = {}
         self._room = torch.empty(0, dtype=torch.uint8)
@@ -157,13 +161,23 @@ class SnapshotStaging(Staging):
             copy = self._take(flat.nbytes, flat.device).view(flat.dtype)
             copy.copy_(flat, non_blocking=True)
             self._copies[key] = Plain(copy)
+            self._sources.append(flat)
         return self._copies[key]
+
+    def settle(self) -> None:
+        """Return when the copies are made."""
+        for device in {source.device for source in self._sources} - {torch.device("cpu")}:
+            torch.accelerator.current_stream(device).synchronize()
+        self._sources.clear()
+        self._copies.clear()
 
     def _take(self, nbytes: int, device: torch.device) -> torch.Tensor:
         padded = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
         if padded > self._room.numel():
             # The views keep the memory; unlike torch's own pinned memory it is exact and fast to get.
-            arena = Arena(max(padded, min(self.nbytes // 4, _SLAB)), torch.uint8, device, pin=True)
+            nbytes_of_slab = max(padded, min(self.nbytes // 4, _SLAB))
+            self._allow(nbytes_of_slab)
+            arena = Arena(nbytes_of_slab, torch.uint8, device, pin=True)
             self._arenas.append(arena)
             self._room = arena.flat
             self.nbytes += arena.nbytes
@@ -222,6 +236,8 @@ def _add_optimizer(
     for group in optimizer.param_groups:
         names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, optimizer.held(p)))]
         options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
+        for option, value in options.items():
+            options[option] = unpickled(pickled(f"param_groups: {option}", value))  # a scheduler may write to it later
         catalogue.groups.append({**options, "params": names})
 
 
@@ -275,10 +291,15 @@ def _renamed(part: Part, name: str) -> Part:
 
 
 def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """The values of nested dicts and their paths; a list is one value."""
-    if isinstance(value, Mapping):
+    """The values of nested dicts and their paths; a list is one value, and so is an empty dict."""
+    if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _leaves((*path, str(key)), inner)
+            if not isinstance(key, str) or not key or "." in key:
+                raise ConfigError(
+                    f"extra has the key {key!r}; expected names without dots, because dots separate the keys of nested "
+                    "dicts in a checkpoint. Rename it."
+                )
+            yield from _leaves((*path, key), inner)
     else:
         yield path, value
 

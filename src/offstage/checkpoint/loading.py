@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from offstage import master_weights
 from offstage.checkpoint.agreeing import Ranks
-from offstage.checkpoint.catalogue import GROUPS, MODEL, OPTIM, Layouts, name_in, part_of
+from offstage.checkpoint.catalogue import EXTRA, GROUPS, MODEL, OPTIM, Layouts, name_in, part_of
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, read_manifest, verify
+from offstage.checkpoint.names import clean_name
 from offstage.checkpoint.parts import Box, Part
 from offstage.checkpoint.saving import MARKER, checked_optimizer
 from offstage.checkpoint.stored import METADATA, Stored
@@ -38,12 +39,14 @@ from offstage.host_cpus import ranks_on_this_host, usable_cpus
 from offstage.interrupts import deferred_interrupts
 from offstage.optimizer import OffloadedOptimizer
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
+from offstage.state_dict import replace_groups
 
 logger = logging.getLogger("offstage")
 
 _BLOCK = 4 * 1024 * 1024
 """Elements that are converted at a time."""
 _MAX_THREADS = 16
+_EXTRA_STATE = "_extra_state"
 
 
 @torch.no_grad()
@@ -70,9 +73,12 @@ def load(
         stored = Stored(path)
         job = _Load(stored, model, offloaded, splitter)
     assert stored is not None
-    with stored, ranks.agreeing("Loading the checkpoint"):
-        job.run()
-    return job.extra()
+    with stored:
+        with ranks.agreeing("Making room for the checkpoint"):
+            job.prepare()
+        with ranks.agreeing("Loading the checkpoint"):
+            job.run()
+    return job.extra
 
 
 def _verify(folder: Path, ranks: Ranks, checksums: bool) -> None:
@@ -102,6 +108,8 @@ class _Load:
         self._objects: dict[str, Any] = {}
         self._model = model
         self._check_model()
+        self.extra = self._extra()
+        """What was saved as `extra`."""
         self._options: list[dict[str, Any]] = []
         if optimizer is not None:
             optimizer.follow_groups()
@@ -113,9 +121,9 @@ class _Load:
 
     def _check_model(self) -> None:
         for name, value in get_model_state_dict(self._model).items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
                 if f"{MODEL}.{name}" in self._stored:
-                    self._objects[name] = self._stored.object(f"{MODEL}.{name}")
+                    self._objects[name] = self._value(f"{MODEL}.{name}")
                 continue
             parts = [_under(part, MODEL) for part in self._layouts.parts(name, value)]
             for part in parts:
@@ -151,14 +159,23 @@ class _Load:
                 f"{self._stored.folder}: parameter {name!r} lacks {sorted(missing)}; found {sorted(names)}. Load a "
                 "checkpoint of the same optimizer class and options."
             )
+        strange = [key for key in names - held.rule.names if self._stored.tensors.get(self._path(name, key), ((),))[0]]
+        if strange:
+            raise CheckpointError(
+                f"{self._stored.folder}: parameter {name!r} keeps {sorted(held.rule.names)}; found {strange[0]!r}. "
+                "Load a checkpoint of the same optimizer class and options."
+            )
         for key in names & held.rule.names:
             for part in self._parts(held, name, key):
                 self._check(part, f"State {key!r} of parameter {name!r}", torch.float32 if key == MASTER_KEY else None)
 
     def _saved_keys(self, name: str) -> set[str]:
-        """What the checkpoint has for a parameter. All parts of a fused one have the same."""
-        prefix = f"{OPTIM}.state.{self._layouts.saved_names(name)[0]}."
-        return {one.removeprefix(prefix) for one in self._names_by_prefix().get(prefix, ())}
+        """What the checkpoint has for a parameter. All parts of a fused one have the same, and some is of the whole."""
+        prefixes = {self._path(name, ""), f"{OPTIM}.state.{name}."}
+        return {one.removeprefix(prefix) for prefix in prefixes for one in self._names_by_prefix().get(prefix, ())}
+
+    def _path(self, name: str, key: str) -> str:
+        return f"{OPTIM}.state.{self._layouts.saved_names(name)[0]}.{key}"
 
     def _names_by_prefix(self) -> Mapping[str, list[str]]:
         if not hasattr(self, "_by_prefix"):
@@ -211,20 +228,28 @@ class _Load:
 
     # Loading
 
+    def prepare(self) -> None:
+        """The saved options, and room for the state they need: refused as a whole or not at all."""
+        if self._optimizer is not None:
+            self._optimizer.drop_trips()
+            self._optimizer.before_overwrite()
+            groups = [
+                {**{name: value for name, value in group.items() if name not in ("params", "param_names")}, **options}
+                for group, options in zip(self._optimizer.param_groups, self._options, strict=True)
+            ]
+            with deferred_interrupts():
+                replace_groups(self._optimizer, groups)
+
     def run(self) -> None:
         """Write everything. What fails now leaves model and state between two checkpoints, and says so."""
         optimizer = self._optimizer
-        if optimizer is not None:
-            optimizer.drop_trips()
-            optimizer.before_overwrite()
         try:
             with deferred_interrupts(), ThreadPoolExecutor(_threads()) as pool:
                 list(pool.map(self._load_tensor, self._tensors))
                 if self._objects:
                     self._load_objects()
                 if optimizer is not None:
-                    self._load_groups(optimizer)
-                    group_of = optimizer.group_of()  # new options may have brought new places
+                    group_of = optimizer.group_of()
                     list(pool.map(lambda held: self._load_state(held, group_of[held.param]), optimizer.all_held()))
                     optimizer.forget_lost_step()
         except BaseException as error:
@@ -232,17 +257,15 @@ class _Load:
                 optimizer.lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
             raise
 
-    def _load_groups(self, optimizer: OffloadedOptimizer) -> None:
-        for group, options in zip(optimizer.param_groups, self._options, strict=True):
-            group.update(options)
-        optimizer.follow_groups()
-
     def _load_objects(self) -> None:
-        modules = dict(self._model.named_modules())
+        owners = {
+            clean_name(self._model, f"{name}.{_EXTRA_STATE}".lstrip(".")): module
+            for name, module in self._model.named_modules()
+            if type(module).set_extra_state is not nn.Module.set_extra_state
+        }
         for name, value in self._objects.items():
-            owner, _, _ = name.rpartition("._extra_state")
-            if name.endswith("_extra_state") and owner in modules:
-                modules[owner].set_extra_state(value)
+            if name in owners:
+                owners[name].set_extra_state(value)
 
     @torch.no_grad()
     def _load_tensor(self, one: tuple[list[Part], torch.Tensor]) -> None:
@@ -314,28 +337,28 @@ class _Load:
         weight = flat_like(held.local, held.local)
         low, squares = held.raw(MASTER_LOW_KEY), held.raw("exp_avg_sq")
 
-        def rounded() -> Iterator[tuple[int, torch.Tensor]]:
-            for block in _consecutive(self._parts(held, name, MASTER_KEY)):
-                start, stop = block.start, block.start + block.box.numel
-                master = torch.empty(block.box.size, dtype=torch.float32)
-                if saved:
-                    self._stored.read(block.name, block.box, into=master)
-                else:
-                    master.view(-1).copy_(weight[start:stop])
-                made = master_weights.split(master.view(-1), squares[start:stop].to("cpu"))
-                low[start:stop].copy_(made[1])
-                squares[start:stop].copy_(made[2])
-                yield start, made[0]
+        def rounded() -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
+            for part in self._parts(held, name, MASTER_KEY):
+                for block in part.blocks(_BLOCK):
+                    master = torch.empty(block.box.size, dtype=torch.float32)
+                    if saved:
+                        self._stored.read(block.name, block.box, into=master)
+                    else:
+                        master.copy_(block.of(weight))
+                    made = master_weights.split(master, block.of(squares).to("cpu"))
+                    block.of(low).copy_(made[1])
+                    block.of(squares).copy_(made[2])
+                    yield block.start if block.is_line else _places(block), made[0]
 
         held.rule.expect_weight(held, rounded())
         held.present |= {MASTER_LOW_KEY}
 
-    def extra(self) -> dict[str, Any]:
+    def _extra(self) -> dict[str, Any]:
         """What was saved as `extra`, nested again."""
         result: dict[str, Any] = {}
         for name in self._stored.names:
             head, *path = name.split(".")
-            if head == "extra" and path:
+            if head == EXTRA and path:
                 inner = result
                 for step in path[:-1]:
                     inner = inner.setdefault(step, {})
@@ -348,14 +371,13 @@ def _under(part: Part, prefix: str, key: str | None = None) -> Part:
     return Part(name, part.shape, part.box, part.start, part.strides)
 
 
-def _consecutive(parts: list[Part]) -> Iterator[Part]:
-    """Blocks whose elements lie one behind the other in the line."""
-    for part in parts:
-        inner, is_line = 1, True
-        for length, stride in zip(reversed(part.box.size), reversed(part.strides), strict=True):
-            is_line = is_line and (length == 1 or stride == inner)
-            inner *= length
-        yield from part.blocks(_BLOCK if is_line else part.box.size[-1] if part.strides[-1] == 1 else 1)
+def _places(part: Part) -> torch.Tensor:
+    """Where in the line each element of the box is."""
+    places = torch.full((1,) * len(part.box.size), part.start)
+    for dim, (length, stride) in enumerate(zip(part.box.size, part.strides, strict=True)):
+        steps = stride * torch.arange(length)
+        places = places + steps.view([-1 if other == dim else 1 for other in range(len(part.box.size))])
+    return places
 
 
 def _equal(left: Any, right: Any) -> bool:

@@ -146,17 +146,18 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: str | os.PathLike[str]) -> bool:
     """Whether the checkpoint was saved to its end. Whether its files are still what was saved is for `verify`."""
     try:
-        read_manifest(folder)
+        read_manifest(Path(folder))
     except CheckpointError:
         return False
     return True
 
 
-def latest(root: Path) -> Path | None:
+def latest(root: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint directly under `root` that was saved last; `None` if there is none."""
+    root = Path(root)
     newest: tuple[int, str] | None = None
     for folder in root.iterdir() if root.is_dir() else ():
         if not (folder / MANIFEST).is_file():
@@ -171,12 +172,17 @@ def latest(root: Path) -> Path | None:
 
 
 def verify(
-    folder: Path, names: Iterable[str] | None = None, *, checksums: bool = True, threads: int | None = None
+    folder: str | os.PathLike[str],
+    names: Iterable[str] | None = None,
+    *,
+    checksums: bool = True,
+    threads: int | None = None,
 ) -> None:
     """Raise unless the files (`names`, or all of them) are there, as long as they were, with the same content.
 
     Without `checksums` sizes alone are compared, which takes no reading. All files are looked at before it raises.
     """
+    folder = Path(folder)
     manifest = read_manifest(folder)
     wanted = sorted(manifest.files if names is None else set(names))
     workers = threads or min(_MAX_THREADS, len(os.sched_getaffinity(0)))

@@ -80,6 +80,21 @@ class Part:
     strides: tuple[int, ...]
     """Element (i, j, …) of the box is element `start + i * strides[0] + j * strides[1] + …` of the line."""
 
+    @property
+    def is_line(self) -> bool:
+        """Whether the box's elements, in row-major order, lie one behind the other in the line."""
+        inner = 1
+        for length, stride in zip(reversed(self.box.size), reversed(self.strides), strict=True):
+            if length != 1 and stride != inner:
+                return False
+            inner *= length
+        return True
+
+    @property
+    def span(self) -> int:
+        """How many elements of the line there are from the box's first to its last."""
+        return 1 + sum((length - 1) * stride for length, stride in zip(self.box.size, self.strides, strict=True))
+
     def of(self, line: torch.Tensor) -> torch.Tensor:
         """The box's elements, in the box's shape: a view of `line`."""
         return line.as_strided(self.box.size, self.strides, line.storage_offset() + self.start)

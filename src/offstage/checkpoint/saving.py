@@ -7,14 +7,16 @@ place: whoever is killed on the way leaves a folder without a manifest. See docs
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import shutil
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from offstage.checkpoint.agreeing import Ranks
 from offstage.checkpoint.catalogue import Catalogue, SnapshotStaging, Staging, catalogue_of
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, is_complete, sum_of, write_manifest
+from offstage.checkpoint.manifest import MANIFEST, sum_of, write_manifest
 from offstage.checkpoint.stored import METADATA
 from offstage.checkpoint.writer import Planner, Writer
-from offstage.errors import CheckpointError, ConfigError
+from offstage.config import format_size
+from offstage.errors import CheckpointError, ConfigError, HostMemoryError
 from offstage.host_cpus import ranks_on_this_host, usable_cpus
 from offstage.host_memory import check_host_memory
 from offstage.optimizer import OffloadedOptimizer
@@ -40,6 +43,9 @@ MARKER = ".offstage"
 """There from the beginning: a folder with it and without a manifest is a save that did not come to its end."""
 _MAX_THREADS = 16
 logger = logging.getLogger("offstage")
+_DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp|\.manifest\.json\.tmp")
+_locked = threading.Lock()
+_under_way: set[Path] = set()
 _background: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """For each default process group: one of the same ranks for saves that go on beside training's own collectives."""
 
@@ -60,13 +66,15 @@ def save(
     """
     offloaded = checked_optimizer(optimizer)
     ranks = Ranks(group)
-    with ranks.agreeing("Preparing the checkpoint"):
-        if offloaded is not None:
-            offloaded.check_not_lost()
-            offloaded.drain_state()
-        catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
-        _prepare(Path(folder), ranks)
-    _write(Path(folder), catalogue, ranks)
+    with contextlib.ExitStack() as until_written:
+        with ranks.agreeing("Preparing the checkpoint"):
+            if offloaded is not None:
+                offloaded.check_not_lost()
+                offloaded.drain_state()
+            catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
+            until_written.enter_context(_alone_in(Path(folder)))
+            _prepare(Path(folder), ranks)
+        _write(Path(folder), catalogue, ranks)
 
 
 class AsyncSave:
@@ -116,21 +124,23 @@ def async_save(
     ranks = Ranks(_background_group())
     started = AsyncSave(Path(folder))
     snapshots: dict[int, Snapshot] = {}
-    staging = SnapshotStaging(snapshots)
+    staging = SnapshotStaging(snapshots, lambda nbytes: _check_room(offloaded, nbytes + started.extra_bytes))
+    until_written = contextlib.ExitStack()
     started._taken = lambda: staging.nbytes + sum(one.copied_bytes for one in snapshots.values())
     try:
         with ranks.agreeing("Preparing the checkpoint"):
             if offloaded is not None:
                 offloaded.check_not_lost()
                 offloaded.drain_state()
-                _check_room(offloaded)
                 snapshots |= offloaded.take_snapshots()
                 started._settle = offloaded.settle_snapshots
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, staging)
-            _wait_for_copies()
+            staging.settle()
+            until_written.enter_context(_alone_in(Path(folder)))
             _prepare(Path(folder), ranks)
     except BaseException:
         _close(snapshots)
+        until_written.close()
         raise
 
     def run() -> None:
@@ -141,6 +151,7 @@ def async_save(
             logger.error("the save to %s failed: %s", folder, error)
         finally:
             _close(snapshots)
+            until_written.close()
             started._over.set()
 
     threading.Thread(target=run, name="offstage-save", daemon=False).start()
@@ -152,16 +163,19 @@ def _close(snapshots: Mapping[int, Snapshot]) -> None:
         snapshot.close()
 
 
-def _check_room(optimizer: OffloadedOptimizer) -> None:
-    state = sum(engine.host_bytes for engine in optimizer.engines)
-    weights = sum(held.local.nbytes for held in optimizer.all_held())
-    budget = optimizer.config.host_budget
-    check_host_memory(state + weights, None if budget is None else int(budget), already_bytes=state)
-
-
-def _wait_for_copies() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.current_stream().synchronize()
+def _check_room(optimizer: OffloadedOptimizer | None, copies: int) -> None:
+    """Raise, with numbers, if `copies` beside the state, and a copy of the state, are more than the host may take."""
+    state = sum(engine.host_bytes for engine in optimizer.engines) if optimizer is not None else 0
+    budget = optimizer.config.host_budget if optimizer is not None else None
+    try:
+        check_host_memory(copies + state, None if budget is None else int(budget), already_bytes=state)
+    except HostMemoryError as error:
+        allowed = "" if budget is None else f"; host_budget is {format_size(int(budget))}"
+        raise HostMemoryError(
+            f"async_save() copies {format_size(copies)} now and may copy all {format_size(state)} of state on the host "
+            f"while training goes on: {format_size(copies + 2 * state)} with the state itself{allowed}. Use "
+            "save(), which copies nothing, or raise host_budget."
+        ) from error
 
 
 def _background_group() -> dist.ProcessGroup | None:
@@ -187,24 +201,60 @@ def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptim
 
 
 def _prepare(folder: Path, ranks: Ranks) -> None:
-    """An empty folder. What an interrupted save has left is removed; a complete checkpoint is not."""
+    """An empty folder. What an interrupted save has left is removed; everything else is somebody's."""
     if ranks.rank != 0:
         return
-    if is_complete(folder):
+    with _named(folder):
+        if folder.exists() and any(folder.iterdir()):
+            _check_interrupted(folder)
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).touch()
+
+
+def _check_interrupted(folder: Path) -> None:
+    """Raise unless all of `folder` is what a save of ours leaves that did not come to its end."""
+    names = {path.name for path in folder.iterdir()}
+    if MANIFEST in names or (METADATA in names and MARKER not in names):
         raise CheckpointError(
-            f"{folder} holds a complete checkpoint; expected an empty or new folder. Choose another name, or remove it."
+            f"{folder} holds a checkpoint; expected an empty or new folder. Choose another name, or remove it."
         )
-    if folder.exists():
-        ours = (MANIFEST, METADATA, MARKER)
-        strange = [p.name for p in folder.iterdir() if p.suffix not in (".distcp", ".tmp") and p.name not in ours]
-        if strange:
+    strange = sorted(name for name in names if name not in (METADATA, MARKER) and not _DATA.fullmatch(name))
+    if strange or MARKER not in names:
+        raise CheckpointError(
+            f"{folder} holds {(strange or sorted(names))[0]!r}, which no save has left there; expected an empty or new "
+            "folder. Choose another name."
+        )
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """The system's errors with the folder and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: the checkpoint could not be written: {error}. The folder is incomplete and will not be loaded; "
+            "checkpoints saved before are as they were. Mend the cause and save again."
+        ) from error
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Raise if another save of this process writes to `folder`."""
+    path = folder.absolute()
+    with _locked:
+        if path in _under_way:
             raise CheckpointError(
-                f"{folder} holds {strange[0]!r}, which is no part of a checkpoint; expected an empty or new folder. "
-                "Choose another name."
+                f"A save to {folder} is under way; expected one at a time. Choose another name, or wait for it: "
+                "result() of what async_save() returned."
             )
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    (folder / MARKER).touch()
+        _under_way.add(path)
+    try:
+        yield
+    finally:
+        with _locked:
+            _under_way.discard(path)
 
 
 def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
@@ -224,7 +274,7 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
             "again."
         ) from cause
     sums = ranks.gather(writer.sums)
-    with ranks.agreeing("Completing the checkpoint"):
+    with ranks.agreeing("Completing the checkpoint"), _named(folder):
         if ranks.rank == 0:
             files = {name: one for each in sums for name, one in each.items()}
             files |= {name: sum_of(folder / name) for name in (METADATA, MARKER)}

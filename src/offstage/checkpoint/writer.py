@@ -40,7 +40,9 @@ from torch.futures import Future
 from offstage.checkpoint.archive import ALIGN, write_tensor
 from offstage.checkpoint.catalogue import GROUPS, Catalogue, Entry, merged_groups
 from offstage.checkpoint.manifest import FileSum
+from offstage.checkpoint.objects import pickled
 from offstage.checkpoint.parts import Box
+from offstage.errors import CheckpointError
 from offstage.snapshot import Snapshot
 
 _BLOCK_BYTES = 16 * 1024 * 1024
@@ -54,7 +56,7 @@ class Planner(DefaultSavePlanner):
         super().__init__()
         self._catalogue = catalogue
         self.entries: dict[MetadataIndex, Entry] = {}
-        self.objects = dict(catalogue.objects)
+        self._objects = dict(catalogue.objects)
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """The catalogue is all there is to know."""
@@ -74,18 +76,20 @@ class Planner(DefaultSavePlanner):
             data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(part.shape))
             kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD
             items.append(WriteItem(index, kind, tensor_data=data))
-        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self.objects]
+        items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
         self.plan = SavePlan(items, planner_data=_Told(self._catalogue))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Only on the coordinator: what the ranks say of groups and steps becomes objects that it writes itself."""
         told: list[_Told] = [plan.planner_data for plan in all_plans]
-        self.objects.update(_group_objects(merged_groups(one.groups for one in told)))
+        _check_alike(all_plans)
+        objects = _group_objects(merged_groups(one.groups for one in told))
         if steps := _unequal_steps(told):
-            self.objects[SHARD_STEPS] = steps
+            objects[SHARD_STEPS] = steps
+        self._objects |= {name: pickled(name, value) for name, value in objects.items()}
         paths = {name: path for one in reversed(told) for name, path in one.paths.items()}
-        added = {name: tuple(_path(name)) for name in self.objects if name not in paths}
+        added = {name: tuple(_path(name)) for name in objects}
         plans = [dataclasses.replace(plan, planner_data=paths | added) for plan in all_plans]
         new = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in added]
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *new])  # the coordinator's own
@@ -94,9 +98,22 @@ class Planner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> io.BytesIO:  # type: ignore[override]
         """Objects only: tensors are read block by block."""
-        buffer = io.BytesIO()
-        torch.save(self.objects[write_item.index.fqn], buffer)
-        return buffer
+        return io.BytesIO(self._objects[write_item.index.fqn])
+
+
+def _check_alike(plans: Sequence[SavePlan]) -> None:
+    """Raise if two ranks mean different tensors by one name."""
+    seen: dict[str, tuple[Any, Any]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.tensor_data is None:
+                continue
+            kind = tuple(item.tensor_data.size), item.tensor_data.properties.dtype
+            if seen.setdefault(item.index.fqn, kind) != kind:
+                raise CheckpointError(
+                    f"Ranks keep different tensors under the name {item.index.fqn!r}: {seen[item.index.fqn]} and, on "
+                    f"rank {rank}, {kind}. Expected one tensor per name. Give each rank's modules names of their own."
+                )
 
 
 class _Told:
@@ -227,11 +244,16 @@ def _bins(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
 
 def _blocks(entry: Entry) -> Iterator[Any]:
     """The bytes of an entry, in row-major order."""
-    for block in entry.part.blocks(max(1, _BLOCK_BYTES // entry.dtype.itemsize)):
-        size, strides = block.box.size, block.strides
-        span = 1 + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
-        read = entry.line.read(block.start, block.start + span)
-        yield bytes_of(read.as_strided(size, strides, read.storage_offset()).contiguous())
+    part = entry.part
+    max_numel = max(1, _BLOCK_BYTES // entry.dtype.itemsize)
+    if part.is_line:
+        for block in part.blocks(max_numel):
+            yield bytes_of(entry.line.read(block.start, block.start + block.box.numel))
+    elif part.box.numel:  # in another order than in memory: any block may need any element
+        read = entry.line.read(part.start, part.start + part.span)
+        moved = dataclasses.replace(part, start=0)
+        for block in moved.blocks(max_numel):
+            yield bytes_of(block.of(read).contiguous())
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:

@@ -38,6 +38,7 @@ class AdamRule(Rule):
         self._config = config
         self._decoupled = decoupled
         self._scratch: dict[torch.device, _Scratch] = {}
+        self._making = threading.Lock()
 
     def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -206,13 +207,14 @@ class AdamRule(Rule):
     def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
         return self._scratch[device].foreign if device in self._scratch else None
 
-    def expect_weight(self, state: ParamState, weights: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def expect_weight(self, state: ParamState, weights: Iterable[tuple[int | torch.Tensor, torch.Tensor]]) -> None:
         from offstage.rules import adamw_host
 
         total = torch.zeros(1, dtype=torch.int64)
-        for start, weight in weights:
-            total += adamw_host.fingerprint_from(start, weight.reshape(-1))
-        self._scratch_of(state.local.device).prints(state)[0].copy_(total)
+        for place, weight in weights:
+            total += adamw_host.fingerprint_from(place, weight.reshape(-1))
+        with self._making:  # parameters are loaded by several threads
+            self._scratch_of(state.local.device).prints(state)[0].copy_(total)
 
     def adopt(self, state: ParamState, other: ParamState) -> None:
         if state.master_kind == "split":

@@ -220,6 +220,14 @@ def _fingerprint(weight, start):
     return np.int64(total)
 
 
+@numba.njit(nogil=True, cache=True)
+def _fingerprint_at(weight, places):
+    total = np.uint64(0)
+    for i in range(np.uint64(weight.size)):
+        total += np.uint64(weight[i]) * ((places[i] * _FACTOR) | np.uint64(1))
+    return np.int64(total)
+
+
 def prepare(
     weight: torch.Tensor,
     grad: torch.Tensor,
@@ -304,9 +312,11 @@ def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:
     out.fill_(fingerprint_from(0, weight))
 
 
-def fingerprint_from(start: int, weight: torch.Tensor) -> int:
-    """What the elements from `start` on add to the fingerprint of their parameter; sums wrap around."""
-    return int(_fingerprint(array_of(weight), np.uint64(start)))
+def fingerprint_from(place: int | torch.Tensor, weight: torch.Tensor) -> int:
+    """What the elements from `place` on, or at these places, add to their parameter's fingerprint; sums wrap around."""
+    if isinstance(place, torch.Tensor):
+        return int(_fingerprint_at(array_of(weight), place.reshape(-1).numpy().view(np.uint64)))
+    return int(_fingerprint(array_of(weight), np.uint64(place)))
 
 
 def array_of(tensor: torch.Tensor | None) -> Any:

@@ -194,9 +194,12 @@ class Rule(ABC):
         return torch.device("cpu")
 
     def expect_weight(  # noqa: B027
-        self, state: ParamState, weights: Iterable[tuple[int, torch.Tensor]]
+        self, state: ParamState, weights: Iterable[tuple[int | torch.Tensor, torch.Tensor]]
     ) -> None:
-        """Split masters were set from outside for bf16 weights: host tensors and where in the line each begins."""
+        """Split masters were set from outside for these bf16 weights, host tensors.
+
+        With each comes its place in the line: where it begins, or the place of every element.
+        """
 
     def adopt(self, state: ParamState, other: ParamState) -> None:  # noqa: B027
         """`state` takes the place of `other`: take over what the rule itself keeps for it."""
