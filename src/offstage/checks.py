@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from offstage.dtensor import check_dtensor
+from offstage.dtensor import check_dtensor, reshard
 from offstage.errors import ConfigError
 
 
@@ -95,6 +95,7 @@ def _check_model(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> No
             "the host already; expected parameters that stay on the device. Remove "
             "offload_policy=CPUOffloadPolicy() from fully_shard()."
         )
+    reshard(model)
     there = set(model.parameters())
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(isinstance(module, FSDPModule) for module in model.modules()) and not there.issuperset(params):

@@ -17,12 +17,16 @@ whole (mesh, placements, global shape) around the local tensor, this rank's shar
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -35,6 +39,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """What of `tensor` is on this rank."""
     # `to_local()` is an autograd function with a view of its own; this is the memory.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Make `model.parameters()` the trained ones: after a forward without backward they are those FSDP2 gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -100,17 +111,24 @@ def local_value(value: torch.Tensor, param: torch.Tensor, name: str) -> torch.Te
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
-        if (value.device_mesh, value.placements) != (param.device_mesh, param.placements):
-            raise ConfigError(
-                f"{name} is laid out as {value.placements} on {value.device_mesh}; expected the parameter's own, "
-                f"{param.placements} on {param.device_mesh}. Load through torch.distributed.checkpoint or "
-                "offstage.checkpoint.load, which reshard, or redistribute() it first."
-            )
+        check_layout(value, param, name)
         return local_of(value)
     offset, size = local_box(param)
     for dim, (start, length) in enumerate(zip(offset, size, strict=True)):
         value = value.narrow(dim, start, length)
     return value
+
+
+def check_layout(value: Any, param: torch.Tensor, name: str) -> None:
+    """Raise if `value` is a DTensor that is laid out in another way than `param`."""
+    if not isinstance(value, DTensor) or not isinstance(param, DTensor):
+        return
+    if (value.device_mesh, value.placements) != (param.device_mesh, param.placements):
+        raise ConfigError(
+            f"{name} is laid out as {value.placements} on {value.device_mesh}; expected the parameter's own, "
+            f"{param.placements} on {param.device_mesh}. Load through torch.distributed.checkpoint or "
+            "offstage.checkpoint.load, which reshard, or redistribute() it first."
+        )
 
 
 def local_box(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -158,11 +176,11 @@ def total_norm(
     """
     plain = [gradient for gradient in gradients.values() if not isinstance(gradient, DTensor)]
     norms = [get_total_norm(plain, norm_type)] if plain else []
-    by_layout: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[torch.Tensor | None]] = {}
+    by_layout: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[tuple[torch.Tensor | None, torch.dtype]]] = {}
     for param in params:
         if isinstance(param, DTensor):
             part = local_of(gradients[param]) if param in gradients else None
-            by_layout.setdefault((param.device_mesh, param.placements), []).append(part)
+            by_layout.setdefault((param.device_mesh, param.placements), []).append((part, param.dtype))
     for (mesh, placements), parts in by_layout.items():
         norms.append(_norm_over(mesh, placements, parts, norm_type))
     if len(norms) != 1:
@@ -173,14 +191,22 @@ def total_norm(
 
 
 def _norm_over(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], parts: Sequence[torch.Tensor | None], norm_type: float
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    parts: Sequence[tuple[torch.Tensor | None, torch.dtype]],
+    norm_type: float,
 ) -> torch.Tensor:
-    """The norm of gradients of one layout, with the roundings of `torch.nn.utils.get_total_norm` on DTensors."""
-    there = [part for part in parts if part is not None]
+    """The norm of gradients of one layout, with the roundings of `torch.nn.utils.get_total_norm` on DTensors.
+
+    With each part comes its parameter's dtype: what is reduced must be alike on ranks that have a gradient and on those
+    that have none.
+    """
+    there = [part for part, _ in parts if part is not None]
     device = there[0].device if there else _device_of(mesh)
+    dtype = functools.reduce(torch.promote_types, (dtype for _, dtype in parts))
     norms = iter(torch._foreach_norm(there, norm_type) if there else ())
-    zero = torch.zeros((), device=device)
-    vector = torch.stack([zero if part is None else next(norms) for part in parts])
+    zero = torch.zeros((), device=device, dtype=dtype)
+    vector = torch.stack([zero if part is None else next(norms).to(dtype) for part, _ in parts])
     for dim, placement in enumerate(placements):
         if not placement.is_replicate():
             vector = _reduced(vector, mesh.get_group(dim), norm_type)

@@ -35,6 +35,8 @@ from offstage.rules.rule import Rule, Share, Turn
 logger = logging.getLogger("offstage")
 
 
+_MOST_AT_ONCE = 8
+"""Chunks that one cue sends for: about a millisecond of the host's time."""
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 _kept_in_child: list[Engine] = []
 # A forked child (a DataLoader worker) must not destroy events and streams of its parent's accelerator: torch aborts the
@@ -270,7 +272,7 @@ class Engine(DeviceSide):
             if not round.left[held]:
                 self._add_pending(turn, None)
 
-    def fetch_ahead(self) -> None:
+    def fetch_ahead(self, at_most: int = _MOST_AT_ONCE) -> None:
         """Fetch chunks that the next step needs, in its order, as far as the window has room."""
         pipeline = self._pipeline
         if pipeline is None or pipeline.room_ahead <= 0 or self._round is not None:  # an open round fetches for itself
@@ -278,7 +280,9 @@ class Engine(DeviceSide):
         if not pipeline.staged:
             # What the next step will probably update: what had no gradient the last time is not fetched.
             self._ahead = self.host_side.chunks_with(self._last_ready)
-        while pipeline.room_ahead > 0 and (found := next(self._ahead, None)) is not None:
+        for _ in range(at_most):  # the next cue goes on: backward's own launches must not wait for all of them
+            if pipeline.room_ahead <= 0 or (found := next(self._ahead, None)) is None:
+                return
             pipeline.fetch_ahead(Trip(*found))
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offstage import master_weights
-from offstage.dtensor import like, local_of, local_value
+from offstage.dtensor import check_layout, like, local_of, local_value
 from offstage.errors import ConfigError
 from offstage.flat import as_param, flat_like, order_of
 from offstage.pipeline import HostState
@@ -108,6 +108,7 @@ class HeldState(ParamState):
         if shapes.pop(MASTER_LOW_KEY, None) is not None:
             shapes[MASTER_KEY] = tuple(self.param.shape)
         for name, value in values.items():
+            check_layout(value, self.param, f"State {name!r} of parameter {self.name!r}")
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
                 kind = "a meta tensor, without data" if value.is_meta else f"of layout {value.layout}"

@@ -22,7 +22,7 @@ from offstage import state_dict as state_dicts
 from offstage.checks import check_grad, check_no_duplicates, check_optimizer, check_param
 from offstage.config import OffloadConfig, format_size
 from offstage.dropped_gradient import DroppedGradient
-from offstage.dtensor import local_gradient, place_gradient
+from offstage.dtensor import local_gradient, place_gradient, reshard
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.flat import flat_like
@@ -318,6 +318,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         model = self._model() if self._model is not None else None
         if model is None:
             return
+        reshard(model)
         left = self._were_in_model - set(model.parameters())
         gone = [held for p, held in self._held.items() if p in left and p.requires_grad and p.grad is None]
         if gone:

@@ -371,7 +371,7 @@ class Overlap:
     def prefetch(self, engine: Engine) -> None:
         """The whole window, now."""
         engine.widen(self._window.slots(engine))
-        engine.fetch_ahead()
+        engine.fetch_ahead(at_most=engine.num_chunks)
 
     # The step
 

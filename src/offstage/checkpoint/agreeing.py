@@ -32,10 +32,10 @@ class Ranks:
     @contextlib.contextmanager
     def agreeing(self, what: str) -> Iterator[None]:
         """Leave the block together: if it raises on any rank, it raises on all."""
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             yield
-        except Exception as raised:
+        except BaseException as raised:  # Ctrl-C too: the others are on their way to the same place
             error = raised
         told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:

@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from offstage.checkpoint.fused import Fused, Splitter, fused_parts, split_name
 from offstage.checkpoint.lines import Joined, Kept, Line, Plain, Unsigned, Widened, Zeros
-from offstage.checkpoint.names import named_parameters
+from offstage.checkpoint.names import clean_name, named_parameters
 from offstage.checkpoint.objects import pickled, unpickled
 from offstage.checkpoint.parts import Box, Part, whole
-from offstage.dtensor import local_box, local_of
+from offstage.dtensor import local_box, local_of, reshard
 from offstage.errors import ConfigError
 from offstage.flat import as_param, flat_like
 from offstage.held_state import HeldState
@@ -58,6 +58,9 @@ class Catalogue:
     steps: dict[str, list[tuple[Box, float]]] = field(default_factory=dict)
     """How often each shard was updated: ranks may differ, where experts are on a mesh of their own."""
 
+    fillers: dict[str, tuple[str, str, Box]] = field(default_factory=dict)
+    """State that this rank has not: the entry's name, its parameter's, and the shard."""
+
     def add(self, entry: Entry, path: tuple[str | int, ...]) -> None:
         self.entries.append(entry)
         self.paths[entry.part.name] = path
@@ -71,19 +74,25 @@ class Layouts:
     """How parameters are cut into saved tensors: by shards, and fused ones by their metadata."""
 
     def __init__(self, model: nn.Module, splitter: Splitter) -> None:
+        reshard(model)
         self.named = dict(named_parameters(model))
         self.name_of = {param: name for name, param in self.named.items()}
         self._fused = {
             name: fused for name, param in self.named.items() if (fused := splitter(name, param)) is not None
         }
-        for name, fused in self._fused.items():
-            for part, _ in fused.parts:
-                if split_name(name, part) in self.named:
+        self._check_names({clean_name(model, name) for name, _ in model.named_buffers()})
+
+    def _check_names(self, buffers: set[str]) -> None:
+        """Raise if two things would be saved under one name."""
+        owners = dict.fromkeys(buffers, "a buffer")
+        for name in self.named:
+            for saved in self.saved_names(name):
+                if saved in owners:
                     raise ConfigError(
-                        f"Part {part!r} of the fused parameter {name!r} would be saved as {split_name(name, part)!r}, "
-                        "which is another parameter of the model; expected a name of its own. Give the part another "
-                        "name in split_as()."
+                        f"{name!r} would be saved as {saved!r}, and so would {owners[saved]}; expected a name each. "
+                        "Give the parts of the fused parameter other names in split_as()."
                     )
+                owners[saved] = repr(name)
 
     def fused(self, name: str) -> Fused | None:
         return self._fused.get(name)
@@ -184,6 +193,12 @@ class SnapshotStaging(Staging):
         taken, self._room = self._room[:nbytes], self._room[padded:]
         return taken
 
+    def close(self) -> None:
+        """Give the copies' memory back: the save is over."""
+        for arena in self._arenas:
+            arena.close()
+        self._arenas.clear()
+
     def kept(self, held: HeldState, key: str) -> Line:
         assert held.host is not None
         return Kept(self._snapshots[id(held.host)], held.index, key)
@@ -219,20 +234,25 @@ def _add_optimizer(
             value = held.raw(shaped.name).view(shaped.shape)
             path: tuple[str, ...] = (OPTIM, "state", name, shaped.name)
             catalogue.add(_entry(part_of(".".join(path), value), value, staging), path)
+        box = Box(*local_box(held.param))
         for key, (line, dtype) in lines.items():
             for part in layouts.parts(name, held.param):
                 renamed = _renamed(part, f"{OPTIM}.state.{part.name}.{key}")
                 catalogue.add(Entry(renamed, dtype, line), (OPTIM, "state", part.name, key))
+                if not held.present:
+                    catalogue.fillers[renamed.name] = renamed.name, name, box
         scalars = held.scalars if held.scalars or not lines else {"step": torch.tensor(0.0)}
         for saved in layouts.saved_names(name):
             for key, value in scalars.items():
                 path = (OPTIM, "state", saved, key)
                 if isinstance(value, torch.Tensor):
                     catalogue.add(_entry(part_of(".".join(path), value), value, staging), path)
+                    if not held.present and lines:
+                        catalogue.fillers[".".join(path)] = ".".join(path), name, box
                 else:
                     catalogue.add_object(path, value)
         if "step" in scalars:
-            catalogue.steps[name] = [(Box(*local_box(held.param)), float(scalars["step"]))]
+            catalogue.steps[name] = [(box, float(scalars["step"]))]
     for group in optimizer.param_groups:
         names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, optimizer.held(p)))]
         options = {option: value for option, value in group.items() if option not in ("params", "param_names")}

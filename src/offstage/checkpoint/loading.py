@@ -30,7 +30,7 @@ from offstage.checkpoint.names import clean_name
 from offstage.checkpoint.parts import Box, Part
 from offstage.checkpoint.saving import MARKER, checked_optimizer
 from offstage.checkpoint.stored import METADATA, Stored
-from offstage.checkpoint.writer import SHARD_STEPS
+from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_STEPS
 from offstage.dtensor import local_box, local_of
 from offstage.errors import CheckpointError
 from offstage.flat import flat_like, is_dense
@@ -65,8 +65,8 @@ def load(
     manifest that `torch.distributed.checkpoint` wrote is loaded without either, with a warning.
     """
     path, ranks = Path(folder), Ranks(group)
-    offloaded = checked_optimizer(optimizer)
     with ranks.agreeing("Verifying the checkpoint"):
+        offloaded = checked_optimizer(optimizer)
         _verify(path, ranks, checksums)
     stored = None
     with ranks.agreeing("Comparing the checkpoint with the model"):
@@ -110,6 +110,7 @@ class _Load:
         self._check_model()
         self.extra = self._extra()
         """What was saved as `extra`."""
+        self._absent: dict[str, Any] = stored.object(ABSENT_SHARDS) if ABSENT_SHARDS in stored else {}
         self._options: list[dict[str, Any]] = []
         if optimizer is not None:
             optimizer.follow_groups()
@@ -207,7 +208,9 @@ class _Load:
                     f"{self._stored.folder}: parameter {missing[0]!r} of group {place} is in no saved group; expected "
                     f"all {len(saved)}. Load a checkpoint of an optimizer for the same parameters."
                 )
-            options = [{k: v for k, v in by_name[name].items() if k != "params"} for name in saved]
+            same = groups.get(str(place), {})
+            found_in = [by_name[name] for name in saved] or ([same] if not same.get("params", True) else [])
+            options = [{k: v for k, v in one.items() if k != "params"} for one in found_in]
             if any(str(one) != str(options[0]) for one in options[1:]):
                 raise CheckpointError(
                     f"{self._stored.folder}: the parameters of group {place} were in groups with different options; "
@@ -242,20 +245,23 @@ class _Load:
 
     def run(self) -> None:
         """Write everything. What fails now leaves model and state between two checkpoints, and says so."""
+        with deferred_interrupts():
+            try:
+                self._run()
+            except BaseException as error:
+                if self._optimizer is not None:
+                    self._optimizer.lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
+                raise
+
+    def _run(self) -> None:
         optimizer = self._optimizer
-        try:
-            with deferred_interrupts(), ThreadPoolExecutor(_threads()) as pool:
-                list(pool.map(self._load_tensor, self._tensors))
-                if self._objects:
-                    self._load_objects()
-                if optimizer is not None:
-                    group_of = optimizer.group_of()
-                    list(pool.map(lambda held: self._load_state(held, group_of[held.param]), optimizer.all_held()))
-                    optimizer.forget_lost_step()
-        except BaseException as error:
+        with ThreadPoolExecutor(_threads()) as pool:
+            list(pool.map(self._load_tensor, self._tensors))
+            self._load_objects()
             if optimizer is not None:
-                optimizer.lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
-            raise
+                group_of = optimizer.group_of()
+                list(pool.map(lambda held: self._load_state(held, group_of[held.param]), optimizer.all_held()))
+                optimizer.forget_lost_step()
 
     def _load_objects(self) -> None:
         owners = {
@@ -286,7 +292,7 @@ class _Load:
     @torch.no_grad()
     def _load_state(self, held: HeldState, group: dict[str, Any]) -> None:
         name = name_in(self._layouts, held)
-        names = self._saved_keys(name)
+        names = set() if self._is_absent(held, name) else self._saved_keys(name)
         scalars = {key: self._scalar(name, key) for key in names - held.rule.names}
         if "step" in scalars:
             scalars["step"] = self._own_step(held, name, scalars["step"])
@@ -311,6 +317,16 @@ class _Load:
                 "They cannot be one parameter."
             )
         return values[0]
+
+    def _is_absent(self, held: HeldState, name: str) -> bool:
+        """Whether there was no state yet for what is this rank's shard now, though there was for others."""
+        boxes = self._absent.get(name)
+        if boxes is None:
+            return False
+        rest = [Box(*local_box(held.param))]
+        for offset, size in boxes:
+            rest = [piece for box in rest for piece in box.without(Box(tuple(offset), tuple(size)))]
+        return not any(box.numel for box in rest)
 
     def _own_step(self, held: HeldState, name: str, step: Any) -> Any:
         """How often this rank's shard was updated, where shards differ."""

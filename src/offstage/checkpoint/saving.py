@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from offstage.checkpoint.agreeing import Ranks
 from offstage.checkpoint.catalogue import Catalogue, SnapshotStaging, Staging, catalogue_of
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, sum_of, write_manifest
+from offstage.checkpoint.manifest import MANIFEST, FileSum, sum_of, write_manifest
 from offstage.checkpoint.stored import METADATA
 from offstage.checkpoint.writer import Planner, Writer
 from offstage.config import format_size
@@ -46,6 +46,7 @@ logger = logging.getLogger("offstage")
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp|\.manifest\.json\.tmp")
 _locked = threading.Lock()
 _under_way: set[Path] = set()
+_last: AsyncSave | None = None
 _background: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """For each default process group: one of the same ranks for saves that go on beside training's own collectives."""
 
@@ -64,10 +65,10 @@ def save(
     `extra` is nested dicts of tensors and of what `torch.load(weights_only=True)` can load; where ranks differ, use
     different keys. `splitter` says which parameters are saved under split names (`split_as`).
     """
-    offloaded = checked_optimizer(optimizer)
     ranks = Ranks(group)
     with contextlib.ExitStack() as until_written:
         with ranks.agreeing("Preparing the checkpoint"):
+            offloaded = checked_optimizer(optimizer)
             if offloaded is not None:
                 offloaded.check_not_lost()
                 offloaded.drain_state()
@@ -96,12 +97,16 @@ class AsyncSave:
         """Whether it is over, one way or the other."""
         return self._over.is_set()
 
-    def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is complete."""
-        if self._settle is not None:
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is over, one way or the other."""
+        if self._settle is not None and not self._over.is_set():
             self._settle()
         if not self._over.wait(timeout):
             raise TimeoutError(f"The save to {self.folder} is not over after {timeout} s.")
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete; raise what went wrong."""
+        self.wait(timeout)
         if self._error is not None:
             raise self._error
 
@@ -118,17 +123,42 @@ def async_save(
 
     Weights and resident state are copied now. State on the host is read while training goes on; chunks that an update
     is about to overwrite are copied first. The copies take at most as much memory as the state, which `host_budget`
-    must allow. A second save waits for the first to be read.
+    must allow. A second save waits until the first is complete.
     """
-    offloaded = checked_optimizer(optimizer)
+    global _last
+    if _last is not None:
+        _last.wait()  # its ranks talk to each other over the same process group
     ranks = Ranks(_background_group())
     started = AsyncSave(Path(folder))
     snapshots: dict[int, Snapshot] = {}
-    staging = SnapshotStaging(snapshots, lambda nbytes: _check_room(offloaded, nbytes + started.extra_bytes))
     until_written = contextlib.ExitStack()
+
+    def allow(nbytes: int) -> None:
+        _check_room(offloaded, nbytes + started.extra_bytes)
+
+    staging = SnapshotStaging(snapshots, allow)
     started._taken = lambda: staging.nbytes + sum(one.copied_bytes for one in snapshots.values())
+
+    def end() -> None:
+        total = started.extra_bytes
+        started._taken = lambda: total
+        _close(snapshots)
+        staging.close()
+        until_written.close()
+        started._over.set()
+
+    def run() -> None:
+        try:
+            _write(Path(folder), catalogue, ranks)
+        except BaseException as error:
+            started._error = error
+            logger.error("the save to %s failed: %s", folder, error)
+        finally:
+            end()
+
     try:
         with ranks.agreeing("Preparing the checkpoint"):
+            offloaded = checked_optimizer(optimizer)
             if offloaded is not None:
                 offloaded.check_not_lost()
                 offloaded.drain_state()
@@ -138,23 +168,11 @@ def async_save(
             staging.settle()
             until_written.enter_context(_alone_in(Path(folder)))
             _prepare(Path(folder), ranks)
+        threading.Thread(target=run, name="offstage-save", daemon=False).start()
     except BaseException:
-        _close(snapshots)
-        until_written.close()
+        end()
         raise
-
-    def run() -> None:
-        try:
-            _write(Path(folder), catalogue, ranks)
-        except BaseException as error:
-            started._error = error
-            logger.error("the save to %s failed: %s", folder, error)
-        finally:
-            _close(snapshots)
-            until_written.close()
-            started._over.set()
-
-    threading.Thread(target=run, name="offstage-save", daemon=False).start()
+    _last = started
     return started
 
 
@@ -278,8 +296,20 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
         if ranks.rank == 0:
             files = {name: one for each in sums for name, one in each.items()}
             files |= {name: sum_of(folder / name) for name in (METADATA, MARKER)}
+            _check_shared(folder, files)
             about = {"ranks": ranks.size, "torch": torch.__version__, "seconds": round(time.time() - started, 3)}
             write_manifest(folder, files, about=about)
+
+
+def _check_shared(folder: Path, files: Mapping[str, FileSum]) -> None:
+    """Raise if what other ranks wrote is not here: each would have a part of the checkpoint, and nobody all of it."""
+    for name, expected in files.items():
+        path = folder / name
+        if not path.exists() or path.stat().st_size != expected.nbytes:
+            raise CheckpointError(
+                f"{path} was written by another rank and is not here; expected all ranks to write to one folder. Use a "
+                "file system that all of them share."
+            )
 
 
 def _write_alone(writer: Writer, planner: Planner) -> None:

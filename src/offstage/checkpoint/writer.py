@@ -11,10 +11,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import threading
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -47,6 +47,7 @@ from offstage.snapshot import Snapshot
 
 _BLOCK_BYTES = 16 * 1024 * 1024
 SHARD_STEPS = "offstage.shard_steps"
+ABSENT_SHARDS = "offstage.absent_shards"
 
 
 class Planner(DefaultSavePlanner):
@@ -84,9 +85,12 @@ class Planner(DefaultSavePlanner):
         """Only on the coordinator: what the ranks say of groups and steps becomes objects that it writes itself."""
         told: list[_Told] = [plan.planner_data for plan in all_plans]
         _check_alike(all_plans)
+        all_plans = _without_nobodys(all_plans)
         objects = _group_objects(merged_groups(one.groups for one in told))
         if steps := _unequal_steps(told):
             objects[SHARD_STEPS] = steps
+        if absent := _absent_shards(all_plans):
+            objects[ABSENT_SHARDS] = absent
         self._objects |= {name: pickled(name, value) for name, value in objects.items()}
         paths = {name: path for one in reversed(told) for name, path in one.paths.items()}
         added = {name: tuple(_path(name)) for name in objects}
@@ -121,6 +125,24 @@ class _Told:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.paths, self.groups, self.steps = catalogue.paths, catalogue.groups, catalogue.steps
+        self.fillers = catalogue.fillers
+
+
+def _without_nobodys(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Without state that no rank has yet: what is absent stays absent."""
+    real = {item.index.fqn for plan in plans for item in plan.items if item.index.fqn not in plan.planner_data.fillers}
+    return [dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn in real]) for plan in plans]
+
+
+def _absent_shards(plans: Sequence[SavePlan]) -> dict[str, list[Any]]:
+    """Shards that have no state yet, of parameters that have some elsewhere; in the files there are zeros for them."""
+    found: dict[str, list[Any]] = defaultdict(list)
+    for plan in plans:
+        names = {item.index.fqn for item in plan.items}
+        for name, param, box in plan.planner_data.fillers.values():
+            if name in names and [list(box.offset), list(box.size)] not in found[param]:
+                found[param].append([list(box.offset), list(box.size)])
+    return {param: boxes for param, boxes in found.items() if boxes}
 
 
 def _group_objects(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -165,11 +187,26 @@ class Writer(FileSystemWriter):
         _announce(planner, plan.items)
         files = _bins(plan.items, self._threads)
         names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(len(files))]
-        with ThreadPoolExecutor(max(1, len(files))) as pool:
-            results = list(pool.map(lambda name, items: self._write_file(name, items, planner), names, files))
+        results: dict[str, list[WriteResult]] = {}
+        errors: list[BaseException] = []
+
+        def write(name: str, items: Sequence[WriteItem]) -> None:
+            try:
+                results[name] = self._write_file(name, items, planner)
+            except BaseException as error:
+                errors.append(error)
+
+        # Not a pool of concurrent.futures: it takes no work when the interpreter is ending, and a save may be.
+        threads = [threading.Thread(target=write, args=one) for one in zip(names, files, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
         _sync_folder(self._folder)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([result for file in results for result in file])
+        future.set_result([result for name in names for result in results[name]])
         return future
 
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: Planner) -> list[WriteResult]:
