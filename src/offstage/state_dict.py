@@ -190,7 +190,13 @@ def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) ->
             "same. Load a checkpoint of this model, with the parameters grouped as they were when it was saved."
         )
     groups = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in saved])
-    return optimizer.with_class_defaults(groups)
+    try:
+        return optimizer.with_class_defaults(groups)
+    except KeyError as error:
+        raise ConfigError(
+            f"The state dict's parameter groups lack {error}; expected the options of this optimizer: "
+            f"{', '.join(sorted(optimizer.defaults))}. Load a checkpoint of the same optimizer class."
+        ) from error
 
 
 def _params(optimizer: OffloadedOptimizer) -> list[torch.Tensor]:

@@ -241,18 +241,15 @@ def _add_optimizer(
                 catalogue.add(Entry(renamed, dtype, line), (OPTIM, "state", part.name, key))
                 if not held.present:
                     catalogue.fillers[renamed.name] = renamed.name, name, box
-        scalars = held.scalars if held.scalars or not lines else {"step": torch.tensor(0.0)}
         for saved in layouts.saved_names(name):
-            for key, value in scalars.items():
+            for key, value in held.scalars.items():
                 path = (OPTIM, "state", saved, key)
                 if isinstance(value, torch.Tensor):
                     catalogue.add(_entry(part_of(".".join(path), value), value, staging), path)
-                    if not held.present and lines:
-                        catalogue.fillers[".".join(path)] = ".".join(path), name, box
                 else:
                     catalogue.add_object(path, value)
-        if "step" in scalars:
-            catalogue.steps[name] = [(box, float(scalars["step"]))]
+        if "step" in held.scalars:
+            catalogue.steps[name] = [(box, float(held.scalars["step"]))]
     for group in optimizer.param_groups:
         names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, optimizer.held(p)))]
         options = {option: value for option, value in group.items() if option not in ("params", "param_names")}

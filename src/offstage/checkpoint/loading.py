@@ -298,7 +298,7 @@ class _Load:
             scalars["step"] = self._own_step(held, name, scalars["step"])
         held.set_scalars(scalars, group)
         kept = {key.name for key in held.keys}
-        for key in kept - {MASTER_KEY, MASTER_LOW_KEY}:
+        for key in kept - {MASTER_KEY, MASTER_LOW_KEY} if names else kept:
             if key in names:
                 self._read(self._parts(held, name, key), held.raw(key))
             else:
