@@ -114,5 +114,9 @@ def _check_model(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> No
 
 def _offloads_params(module: FSDPModule) -> bool:
     # FSDP2 has no public way to ask; a missing attribute means another layout of its internals, not an error.
-    group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-    return any(getattr(param, "offload_to_cpu", False) for param in getattr(group, "fsdp_params", ()))
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on: parameters may be on several meshes
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    params = [param for group in groups for param in getattr(group, "fsdp_params", ())]
+    return any(getattr(param, "offload_to_cpu", False) for param in params)

@@ -67,8 +67,7 @@ def largest_shard(param: torch.Tensor) -> int:
     sizes = list(param.shape)
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):
-            if placement.is_shard():
-                sharded = placement.dim  # type: ignore[attr-defined]
+            if (sharded := getattr(placement, "dim", None)) is not None:  # strided shards are no `Shard`
                 sizes[sharded] = -(-sizes[sharded] // param.device_mesh.size(dim))
     return math.prod(sizes)
 
@@ -180,7 +179,8 @@ def total_norm(
     for param in params:
         if isinstance(param, DTensor):
             part = local_of(gradients[param]) if param in gradients else None
-            by_layout.setdefault((param.device_mesh, param.placements), []).append((part, param.dtype))
+            dtype = getattr(param, "grad_dtype", param.dtype) or torch.float32  # None: gradients of any format
+            by_layout.setdefault((param.device_mesh, param.placements), []).append((part, dtype))
     for (mesh, placements), parts in by_layout.items():
         norms.append(_norm_over(mesh, placements, parts, norm_type))
     if len(norms) != 1:

@@ -95,7 +95,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.speculation = Speculation()
         self._overlap: Overlap | None = None
         self._model = weakref.ref(model) if model is not None else None
-        self._were_in_model = set(model.parameters()) if model is not None else set()
+        params = {param for group in optimizer.param_groups for param in group["params"]}
+        self._were_in_model = params & set(model.parameters()) if model is not None else set()
         self._placed = False
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the user's list: schedulers made before offload() write to it

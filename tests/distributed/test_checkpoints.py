@@ -527,3 +527,28 @@ def clip_with_missing_gradients():
 def test_clipping_where_one_rank_lacks_a_gradient(ranks):
     first, second = ranks.run(2, clip_with_missing_gradients)
     assert first == second == pytest.approx((20 * 4 + 10) ** 0.5, rel=0.01)
+
+
+def fused_and_unequal(folder):
+    """Experts of a fused weight on a mesh of their own: some shards were updated more often than others."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.w13 = nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(0)]))
+    checkpoint.swiglu(model.w13, dim=1)
+    optimizer = offstage.offload(torch.optim.AdamW([model.w13], lr=0.1), model, min_bytes=0, chunk_bytes="16KiB")
+    for step in range(3):
+        if dist.get_rank() <= step:
+            model.w13.grad = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)])
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = float(optimizer.state[model.w13]["step"]) if model.w13 in optimizer.state else 0.0
+    checkpoint.save(folder, model, optimizer)
+    checkpoint.load(folder, model, optimizer)
+    found = float(optimizer.state[model.w13]["step"]) if model.w13 in optimizer.state else 0.0
+    assert found == steps
+    return steps
+
+
+def test_fused_shards_that_were_not_updated_equally_often(ranks, tmp_path):
+    assert ranks.run(4, fused_and_unequal, tmp_path / "saved") == [3.0, 2.0, 1.0, 0.0]

@@ -55,11 +55,11 @@ class Catalogue:
     """Where in the nested state dict each name belongs, as `torch.distributed.checkpoint` notes it."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     """The optimizer's parameter groups, with parameters by name."""
-    steps: dict[str, list[tuple[Box, float]]] = field(default_factory=dict)
-    """How often each shard was updated: ranks may differ, where experts are on a mesh of their own."""
-
-    fillers: dict[str, tuple[str, str, Box]] = field(default_factory=dict)
-    """State that this rank has not: the entry's name, its parameter's, and the shard."""
+    scalars: dict[str, list[tuple[Box, dict[str, Any]]]] = field(default_factory=dict)
+    """What is kept once per parameter, for each of this rank's boxes of a saved name. Ranks may differ where experts
+    are on a mesh of their own."""
+    fillers: dict[str, tuple[str, list[Box]]] = field(default_factory=dict)
+    """Entries for state that this rank has not: the saved name of the parameter, and the boxes."""
 
     def add(self, entry: Entry, path: tuple[str | int, ...]) -> None:
         self.entries.append(entry)
@@ -155,9 +155,9 @@ class Staging:
 class SnapshotStaging(Staging):
     """For a save that goes on while training does: arenas are read through snapshots, all else is copied now."""
 
-    def __init__(self, snapshots: Mapping[int, Snapshot], allow: Callable[[int], None]) -> None:
+    def __init__(self, snapshots: Mapping[int, Snapshot], allow: Callable[[int], None], *, pin: bool) -> None:
         """`snapshots` by the identity of the host state they are of; `allow` raises if memory may not be taken."""
-        self._snapshots, self._allow = snapshots, allow
+        self._snapshots, self._allow, self._pin = snapshots, allow, pin
         self._sources: list[torch.Tensor] = []
         """Kept until the copies are made: until then nothing else may have their addresses."""
         self._arenas: list[Arena] = []
@@ -186,7 +186,7 @@ class SnapshotStaging(Staging):
             # The views keep the memory; unlike torch's own pinned memory it is exact and fast to get.
             nbytes_of_slab = max(padded, min(self.nbytes // 4, _SLAB))
             self._allow(nbytes_of_slab)
-            arena = Arena(nbytes_of_slab, torch.uint8, device, pin=True)
+            arena = Arena(nbytes_of_slab, torch.uint8, device, pin=self._pin)
             self._arenas.append(arena)
             self._room = arena.flat
             self.nbytes += arena.nbytes
@@ -234,22 +234,16 @@ def _add_optimizer(
             value = held.raw(shaped.name).view(shaped.shape)
             path: tuple[str, ...] = (OPTIM, "state", name, shaped.name)
             catalogue.add(_entry(part_of(".".join(path), value), value, staging), path)
-        box = Box(*local_box(held.param))
+        parts = layouts.parts(name, held.param)
         for key, (line, dtype) in lines.items():
-            for part in layouts.parts(name, held.param):
+            for part in parts:
                 renamed = _renamed(part, f"{OPTIM}.state.{part.name}.{key}")
                 catalogue.add(Entry(renamed, dtype, line), (OPTIM, "state", part.name, key))
                 if not held.present:
-                    catalogue.fillers[renamed.name] = renamed.name, name, box
-        for saved in layouts.saved_names(name):
-            for key, value in held.scalars.items():
-                path = (OPTIM, "state", saved, key)
-                if isinstance(value, torch.Tensor):
-                    catalogue.add(_entry(part_of(".".join(path), value), value, staging), path)
-                else:
-                    catalogue.add_object(path, value)
-        if "step" in held.scalars:
-            catalogue.steps[name] = [(box, float(held.scalars["step"]))]
+                    catalogue.fillers.setdefault(renamed.name, (part.name, []))[1].append(part.box)
+        numbers = {key: _number(value) for key, value in held.scalars.items()}
+        for part in parts if numbers else ():
+            catalogue.scalars.setdefault(part.name, []).append((part.box, numbers))
     for group in optimizer.param_groups:
         names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, optimizer.held(p)))]
         options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
@@ -292,6 +286,11 @@ def state_lines(held: HeldState, weight: Line, staging: Staging) -> dict[str, tu
     return lines
 
 
+def _number(value: Any) -> Any:
+    """A 0-d tensor as a number and its dtype; ranks tell these to each other."""
+    return (value.item(), value.dtype) if isinstance(value, torch.Tensor) else (value, None)
+
+
 def _kept(held: HeldState, key: str, dtype: torch.dtype, staging: Staging) -> Line:
     if key not in held.present:
         return Zeros(dtype)
@@ -330,12 +329,12 @@ def merged_groups(everyone: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str
             options = {name: value for name, value in group.items() if name != "params"}
             for there, place in zip(merged, positions, strict=True):
                 if place == position and _same_options(there, options):
-                    there["params"] += [name for name in group["params"] if name not in set(there["params"])]
+                    there["params"].update(dict.fromkeys(group["params"]))
                     break
             else:
-                merged.append({**options, "params": list(group["params"])})
+                merged.append({**options, "params": dict.fromkeys(group["params"])})
                 positions.append(position)
-    return merged
+    return [{**group, "params": list(group["params"])} for group in merged]
 
 
 def _same_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,10 @@ from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, read_manifest, verify
 from offstage.checkpoint.names import clean_name
 from offstage.checkpoint.parts import Box, Part
-from offstage.checkpoint.saving import MARKER, checked_optimizer
+from offstage.checkpoint.saving import MARKER, checked_optimizer, synchronize_devices
 from offstage.checkpoint.stored import METADATA, Stored
-from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_STEPS
-from offstage.dtensor import local_box, local_of
+from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_SCALARS
+from offstage.dtensor import local_of
 from offstage.errors import CheckpointError
 from offstage.flat import flat_like, is_dense
 from offstage.held_state import HeldState
@@ -71,6 +71,8 @@ def load(
     stored = None
     with ranks.agreeing("Comparing the checkpoint with the model"):
         stored = Stored(path)
+        if offloaded is not None:
+            offloaded.give_up_round("A checkpoint was loaded between backward and step().")
         job = _Load(stored, model, offloaded, splitter)
     assert stored is not None
     with stored:
@@ -111,6 +113,7 @@ class _Load:
         self.extra = self._extra()
         """What was saved as `extra`."""
         self._absent: dict[str, Any] = stored.object(ABSENT_SHARDS) if ABSENT_SHARDS in stored else {}
+        self._unequal: dict[str, Any] = stored.object(SHARD_SCALARS) if SHARD_SCALARS in stored else {}
         self._options: list[dict[str, Any]] = []
         if optimizer is not None:
             optimizer.follow_groups()
@@ -121,22 +124,30 @@ class _Load:
     # Checking
 
     def _check_model(self) -> None:
-        for name, value in get_model_state_dict(self._model).items():
+        model = self._model
+        named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        own = {clean_name(model, name): tensor for name, tensor in named}
+        for name, value in get_model_state_dict(model).items():
             if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
                 if f"{MODEL}.{name}" in self._stored:
                     self._objects[name] = self._value(f"{MODEL}.{name}")
                 continue
-            parts = [_under(part, MODEL) for part in self._layouts.parts(name, value)]
+            if name not in own:
+                raise CheckpointError(
+                    f"{self._stored.folder}: {name!r} is in the model's state dict and is neither a parameter nor a "
+                    "buffer of it; expected tensors that can be loaded in place. Load it with model.load_state_dict()."
+                )
+            target = own[name]  # a hook may have put a copy in the state dict
+            parts = [_under(part, MODEL) for part in self._layouts.parts(name, target)]
             for part in parts:
-                self._check(part, f"Tensor {name!r} of the model", value.dtype)
-            self._tensors.append((parts, value))
+                self._check(part, f"Tensor {name!r} of the model", target.dtype)
+            self._tensors.append((parts, target))
 
     def _check(self, part: Part, what: str, dtype: torch.dtype | None) -> None:
         """Raise unless `part` is stored, with the right shape and dtype."""
         if part.name not in self._stored.tensors:
-            near = f"{part.name.rsplit('.', 1)[0]}.*"
             raise CheckpointError(
-                f"{self._stored.folder}: {what} is saved as {part.name!r}; found nothing of that name (nor {near}). "
+                f"{self._stored.folder}: {what} is saved as {part.name!r}; found nothing of that name. "
                 "Load a checkpoint of this model; fused parameters need the names they were saved with (split_as)."
             )
         shape, found = self._stored.tensors[part.name]
@@ -166,6 +177,7 @@ class _Load:
                 f"{self._stored.folder}: parameter {name!r} keeps {sorted(held.rule.names)}; found {strange[0]!r}. "
                 "Load a checkpoint of the same optimizer class and options."
             )
+        self._check_parts_agree(name, names - held.rule.names)
         for key in names & held.rule.names:
             for part in self._parts(held, name, key):
                 self._check(part, f"State {key!r} of parameter {name!r}", torch.float32 if key == MASTER_KEY else None)
@@ -255,6 +267,7 @@ class _Load:
 
     def _run(self) -> None:
         optimizer = self._optimizer
+        synchronize_devices(self._model)
         with ThreadPoolExecutor(_threads()) as pool:
             list(pool.map(self._load_tensor, self._tensors))
             self._load_objects()
@@ -262,6 +275,7 @@ class _Load:
                 group_of = optimizer.group_of()
                 list(pool.map(lambda held: self._load_state(held, group_of[held.param]), optimizer.all_held()))
                 optimizer.forget_lost_step()
+        synchronize_devices(self._model)
 
     def _load_objects(self) -> None:
         owners = {
@@ -293,10 +307,7 @@ class _Load:
     def _load_state(self, held: HeldState, group: dict[str, Any]) -> None:
         name = name_in(self._layouts, held)
         names = set() if self._is_absent(held, name) else self._saved_keys(name)
-        scalars = {key: self._scalar(name, key) for key in names - held.rule.names}
-        if "step" in scalars:
-            scalars["step"] = self._own_step(held, name, scalars["step"])
-        held.set_scalars(scalars, group)
+        held.set_scalars(self._scalars(held, name) if names else {}, group)
         kept = {key.name for key in held.keys}
         for key in kept - {MASTER_KEY, MASTER_LOW_KEY} if names else kept:
             if key in names:
@@ -309,37 +320,40 @@ class _Load:
         elif names and MASTER_LOW_KEY in kept:
             self._load_split(held, name, MASTER_KEY in names)
 
-    def _scalar(self, name: str, key: str) -> Any:
-        values = [self._value(f"{OPTIM}.state.{saved}.{key}") for saved in self._layouts.saved_names(name)]
-        if any(not _equal(value, values[0]) for value in values[1:]):
-            raise CheckpointError(
-                f"{self._stored.folder}: the parts of {name!r} have different {key!r}: {values}; expected the same. "
-                "They cannot be one parameter."
-            )
-        return values[0]
+    def _scalars(self, held: HeldState, name: str) -> dict[str, Any]:
+        """What is kept once for the parameter: where shards differed, that of those which are this rank's now."""
+        parts = self._layouts.parts(name, held.param)
+        shards = [one for part in parts for one in self._unequal.get(part.name, ()) if _box(one).overlap(part.box)]
+        own: dict[str, Any] = max(
+            (one[2] for one in shards), key=lambda scalars: float(scalars.get("step", 0)), default={}
+        )
+        if len({str(one[2]) for one in shards}) > 1:
+            logger.warning("%s: shards that were updated unequally often are one now; it counts as the most", name)
+        found = {key: self._value(self._path(name, key)) for key in self._saved_keys(name) - held.rule.names}
+        for key in found.keys() & own.keys():
+            value = found[key]
+            found[key] = torch.full_like(value, own[key]) if isinstance(value, torch.Tensor) else own[key]
+        return found
+
+    def _check_parts_agree(self, name: str, keys: Iterable[str]) -> None:
+        for key in keys:
+            values = [self._value(f"{OPTIM}.state.{saved}.{key}") for saved in self._layouts.saved_names(name)]
+            if any(not _equal(value, values[0]) for value in values[1:]):
+                raise CheckpointError(
+                    f"{self._stored.folder}: the parts of {name!r} have different {key!r}: {values}; expected one. "
+                    "They cannot be one parameter."
+                )
 
     def _is_absent(self, held: HeldState, name: str) -> bool:
         """Whether there was no state yet for what is this rank's shard now, though there was for others."""
-        boxes = self._absent.get(name)
-        if boxes is None:
-            return False
-        rest = [Box(*local_box(held.param))]
-        for offset, size in boxes:
-            rest = [piece for box in rest for piece in box.without(Box(tuple(offset), tuple(size)))]
-        return not any(box.numel for box in rest)
-
-    def _own_step(self, held: HeldState, name: str, step: Any) -> Any:
-        """How often this rank's shard was updated, where shards differ."""
-        if SHARD_STEPS not in self._stored:
-            return step
-        box = Box(*local_box(held.param))
-        shards = self._stored.object(SHARD_STEPS).get(name, ())
-        found = {n for offset, size, n in shards if Box(tuple(offset), tuple(size)).overlap(box) is not None}
-        if len(found) > 1:
-            logger.warning(
-                "%s: shards that were updated %s times are one now; it counts as the most", name, sorted(found)
-            )
-        return torch.tensor(float(max(found))) if found else step
+        parts = self._layouts.parts(name, held.param)
+        for part in parts:
+            left = [part.box]
+            for one in self._absent.get(part.name, ()):
+                left = [piece for box in left for piece in box.without(_box(one))]
+            if any(box.numel for box in left):
+                return False
+        return held.local.numel() > 0
 
     def _load_master(self, held: HeldState, name: str, saved: bool) -> None:
         if saved:
@@ -380,6 +394,10 @@ class _Load:
                     inner = inner.setdefault(step, {})
                 inner[path[-1]] = self._value(name)
         return result
+
+
+def _box(shard: Sequence[Any]) -> Box:
+    return Box(tuple(shard[0]), tuple(shard[1]))
 
 
 def _under(part: Part, prefix: str, key: str | None = None) -> Part:

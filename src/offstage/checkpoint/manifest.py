@@ -8,6 +8,7 @@ without one. It holds the size and checksum of every other file of the checkpoin
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -88,7 +89,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileSum], *, about: Mapping
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / MANIFEST)
-    _sync_folder(folder)
+    sync_folder(folder)
 
 
 def _own_sum(content: Mapping[str, Any]) -> int:
@@ -97,13 +98,22 @@ def _own_sum(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """A rename is durable when the folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+            raise
     finally:
         os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """What is in the file is on disk from now on."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 # Reading #

@@ -31,7 +31,7 @@ def pickled(name: str, value: Any) -> bytes:
 
 def unpickled(data: bytes) -> Any:
     """A new object of the same value."""
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import re
-import shutil
 import threading
 import time
 import traceback
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from offstage.checkpoint.agreeing import Ranks
 from offstage.checkpoint.catalogue import Catalogue, SnapshotStaging, Staging, catalogue_of
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, FileSum, sum_of, write_manifest
+from offstage.checkpoint.manifest import MANIFEST, FileSum, sum_of, sync_file, sync_folder, write_manifest
 from offstage.checkpoint.stored import METADATA
 from offstage.checkpoint.writer import Planner, Writer
 from offstage.config import format_size
@@ -73,6 +72,7 @@ def save(
                 offloaded.check_not_lost()
                 offloaded.drain_state()
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
+            synchronize_devices(model)
             until_written.enter_context(_alone_in(Path(folder)))
             _prepare(Path(folder), ranks)
         _write(Path(folder), catalogue, ranks)
@@ -86,7 +86,7 @@ class AsyncSave:
         self._taken: Callable[[], int] = lambda: 0
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self._settle: Any = None
+        self._settle: weakref.WeakMethod[Callable[[], None]] | None = None
 
     @property
     def extra_bytes(self) -> int:
@@ -99,8 +99,9 @@ class AsyncSave:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until it is over, one way or the other."""
-        if self._settle is not None and not self._over.is_set():
-            self._settle()
+        settle = self._settle() if self._settle is not None else None  # the optimizer may be gone
+        if settle is not None:
+            settle()
         if not self._over.wait(timeout):
             raise TimeoutError(f"The save to {self.folder} is not over after {timeout} s.")
 
@@ -136,12 +137,13 @@ def async_save(
     def allow(nbytes: int) -> None:
         _check_room(offloaded, nbytes + started.extra_bytes)
 
-    staging = SnapshotStaging(snapshots, allow)
+    pin = not isinstance(optimizer, OffloadedOptimizer) or optimizer.config.pin_memory
+    staging = SnapshotStaging(snapshots, allow, pin=pin)
     started._taken = lambda: staging.nbytes + sum(one.copied_bytes for one in snapshots.values())
 
     def end() -> None:
         total = started.extra_bytes
-        started._taken = lambda: total
+        started._taken, started._settle = lambda: total, None
         _close(snapshots)
         staging.close()
         until_written.close()
@@ -163,7 +165,7 @@ def async_save(
                 offloaded.check_not_lost()
                 offloaded.drain_state()
                 snapshots |= offloaded.take_snapshots()
-                started._settle = offloaded.settle_snapshots
+                started._settle = weakref.WeakMethod(offloaded.settle_snapshots)
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, staging)
             staging.settle()
             until_written.enter_context(_alone_in(Path(folder)))
@@ -218,6 +220,13 @@ def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptim
     return optimizer
 
 
+def synchronize_devices(model: nn.Module) -> None:
+    """Threads that read or write tensors of `model` do so on streams of their own."""
+    for device in {param.device for param in model.parameters()}:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
+
+
 def _prepare(folder: Path, ranks: Ranks) -> None:
     """An empty folder. What an interrupted save has left is removed; everything else is somebody's."""
     if ranks.rank != 0:
@@ -225,7 +234,9 @@ def _prepare(folder: Path, ranks: Ranks) -> None:
     with _named(folder):
         if folder.exists() and any(folder.iterdir()):
             _check_interrupted(folder)
-            shutil.rmtree(folder)
+            # The marker last: whoever is killed here leaves what is still known as an interrupted save.
+            for path in sorted(folder.iterdir(), key=lambda path: (path.name == MARKER, path.name != METADATA)):
+                path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / MARKER).touch()
 
@@ -286,6 +297,8 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
             dcp_save({}, storage_writer=writer, planner=planner, process_group=ranks.group)
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if any(isinstance(failure, KeyboardInterrupt) for failure, _ in error.failures.values()):
+            raise KeyboardInterrupt from error
         raise CheckpointError(
             f"{folder}: the checkpoint could not be written; rank {rank}: {type(cause).__name__}: {cause}. The folder "
             "is incomplete and will not be loaded; checkpoints saved before are as they were. Mend the cause and save "
@@ -295,6 +308,9 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
     with ranks.agreeing("Completing the checkpoint"), _named(folder):
         if ranks.rank == 0:
             files = {name: one for each in sums for name, one in each.items()}
+            for name in (METADATA, MARKER):  # torch has not made sure of the first
+                sync_file(folder / name)
+            sync_folder(folder.parent)
             files |= {name: sum_of(folder / name) for name in (METADATA, MARKER)}
             _check_shared(folder, files)
             about = {"ranks": ranks.size, "torch": torch.__version__, "seconds": round(time.time() - started, 3)}

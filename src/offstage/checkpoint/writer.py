@@ -38,15 +38,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from offstage.checkpoint.archive import ALIGN, write_tensor
-from offstage.checkpoint.catalogue import GROUPS, Catalogue, Entry, merged_groups
-from offstage.checkpoint.manifest import FileSum
+from offstage.checkpoint.catalogue import GROUPS, OPTIM, Catalogue, Entry, merged_groups
+from offstage.checkpoint.lines import Plain
+from offstage.checkpoint.manifest import FileSum, sync_folder
 from offstage.checkpoint.objects import pickled
-from offstage.checkpoint.parts import Box
+from offstage.checkpoint.parts import Box, whole
 from offstage.errors import CheckpointError
 from offstage.snapshot import Snapshot
 
 _BLOCK_BYTES = 16 * 1024 * 1024
-SHARD_STEPS = "offstage.shard_steps"
+SHARD_SCALARS = "offstage.shard_scalars"
 ABSENT_SHARDS = "offstage.absent_shards"
 
 
@@ -58,6 +59,7 @@ class Planner(DefaultSavePlanner):
         self._catalogue = catalogue
         self.entries: dict[MetadataIndex, Entry] = {}
         self._objects = dict(catalogue.objects)
+        self._scalars: list[Entry] = []
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """The catalogue is all there is to know."""
@@ -70,13 +72,9 @@ class Planner(DefaultSavePlanner):
             part = entry.part
             if part.box.numel == 0 and 0 not in part.shape:
                 continue  # an empty shard; a tensor without elements is saved, so that its name is there
-            index = MetadataIndex(part.name, part.box.offset)
-            self.entries[index] = entry
-            chunk = ChunkStorageMetadata(torch.Size(part.box.offset), torch.Size(part.box.size))
-            whole = part.box.size == part.shape
-            data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(part.shape))
-            kind = WriteItemType.TENSOR if whole else WriteItemType.SHARD
-            items.append(WriteItem(index, kind, tensor_data=data))
+            item = _item(entry)
+            self.entries[item.index] = entry
+            items.append(item)
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
         self.plan = SavePlan(items, planner_data=_Told(self._catalogue))
         return self.plan
@@ -87,18 +85,45 @@ class Planner(DefaultSavePlanner):
         _check_alike(all_plans)
         all_plans = _without_nobodys(all_plans)
         objects = _group_objects(merged_groups(one.groups for one in told))
-        if steps := _unequal_steps(told):
-            objects[SHARD_STEPS] = steps
+        unequal = self._add_scalars(told)
+        if unequal:
+            objects[SHARD_SCALARS] = unequal
         if absent := _absent_shards(all_plans):
             objects[ABSENT_SHARDS] = absent
         self._objects |= {name: pickled(name, value) for name, value in objects.items()}
         paths = {name: path for one in reversed(told) for name, path in one.paths.items()}
-        added = {name: tuple(_path(name)) for name in objects}
+        paths |= {entry.part.name: _state_path(entry.part.name) for entry in self._scalars}
+        added = {name: tuple(_path(name)) for name in self._objects if name not in paths}
         plans = [dataclasses.replace(plan, planner_data=paths | added) for plan in all_plans]
         new = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in added]
+        new += [_item(entry) for entry in self._scalars]
         plans[0] = dataclasses.replace(plans[0], items=[*plans[0].items, *new])  # the coordinator's own
         global_plan, metadata = super().create_global_plan(plans)
         return [dataclasses.replace(plan, planner_data=None) for plan in global_plan], metadata
+
+    def _add_scalars(self, told: Sequence[_Told]) -> dict[str, list[Any]]:
+        """One value for each saved name: that of the shard that was updated most often. Returns what differs."""
+        found: dict[str, dict[Box, dict[str, Any]]] = defaultdict(dict)
+        for one in told:
+            for name, shards in one.scalars.items():
+                found[name].update(shards)
+        unequal = {}
+        for name, by_box in found.items():
+            most = max(by_box.values(), key=lambda scalars: scalars.get("step", (0, None))[0])
+            for key, (value, dtype) in most.items():
+                path = f"{OPTIM}.state.{name}.{key}"
+                if dtype is None:
+                    self._objects[path] = pickled(path, value)
+                    continue
+                entry = Entry(whole(path, (), Box((), ())), dtype, Plain(torch.tensor([value], dtype=dtype)))
+                self.entries[MetadataIndex(path, ())] = entry
+                self._scalars.append(entry)
+            if any(scalars != most for scalars in by_box.values()):
+                unequal[name] = [
+                    [list(box.offset), list(box.size), {key: value for key, (value, _) in scalars.items()}]
+                    for box, scalars in by_box.items()
+                ]
+        return unequal
 
     def resolve_data(self, write_item: WriteItem) -> io.BytesIO:  # type: ignore[override]
         """Objects only: tensors are read block by block."""
@@ -120,11 +145,24 @@ def _check_alike(plans: Sequence[SavePlan]) -> None:
                 )
 
 
+def _item(entry: Entry) -> WriteItem:
+    part = entry.part
+    chunk = ChunkStorageMetadata(torch.Size(part.box.offset), torch.Size(part.box.size))
+    data = TensorWriteData(chunk, TensorProperties(dtype=entry.dtype), torch.Size(part.shape))
+    kind = WriteItemType.TENSOR if part.box.size == part.shape else WriteItemType.SHARD
+    return WriteItem(MetadataIndex(part.name, part.box.offset), kind, tensor_data=data)
+
+
+def _state_path(name: str) -> tuple[str, ...]:
+    param, _, key = name.removeprefix(f"{OPTIM}.state.").rpartition(".")
+    return OPTIM, "state", param, key
+
+
 class _Told:
     """What a rank tells the coordinator beside its items."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        self.paths, self.groups, self.steps = catalogue.paths, catalogue.groups, catalogue.steps
+        self.paths, self.groups, self.scalars = catalogue.paths, catalogue.groups, catalogue.scalars
         self.fillers = catalogue.fillers
 
 
@@ -139,10 +177,11 @@ def _absent_shards(plans: Sequence[SavePlan]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = defaultdict(list)
     for plan in plans:
         names = {item.index.fqn for item in plan.items}
-        for name, param, box in plan.planner_data.fillers.values():
-            if name in names and [list(box.offset), list(box.size)] not in found[param]:
-                found[param].append([list(box.offset), list(box.size)])
-    return {param: boxes for param, boxes in found.items() if boxes}
+        for entry, (name, boxes) in plan.planner_data.fillers.items():
+            for box in boxes if entry in names else ():
+                if [list(box.offset), list(box.size)] not in found[name]:
+                    found[name].append([list(box.offset), list(box.size)])
+    return {name: boxes for name, boxes in found.items() if boxes}
 
 
 def _group_objects(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -150,26 +189,15 @@ def _group_objects(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _path(name: str) -> Iterator[str | int]:
-    if name.startswith(GROUPS):
+    if name.startswith(f"{OPTIM}.state."):
+        yield from _state_path(name)
+    elif name.startswith(GROUPS):
         number, option = name.removeprefix(f"{GROUPS}.").split(".", 1)
         yield from GROUPS.split(".")
         yield int(number)
         yield option
     else:
         yield name
-
-
-def _unequal_steps(told: Sequence[_Told]) -> dict[str, list[Any]]:
-    """Parameters whose shards were not updated equally often: torch's format has one number for all of them."""
-    found: dict[str, dict[Box, float]] = defaultdict(dict)
-    for one in told:
-        for name, shards in one.steps.items():
-            found[name].update(shards)
-    return {
-        name: [[list(box.offset), list(box.size), step] for box, step in shards.items()]
-        for name, shards in found.items()
-        if len(set(shards.values())) > 1
-    }
 
 
 class Writer(FileSystemWriter):
@@ -180,6 +208,7 @@ class Writer(FileSystemWriter):
         self.sums: dict[str, FileSum] = {}
         self.nbytes = 0
         self._folder, self._threads = folder, threads
+        self._stop = False
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """This rank's share of the global plan."""
@@ -198,22 +227,30 @@ class Writer(FileSystemWriter):
 
         # Not a pool of concurrent.futures: it takes no work when the interpreter is ending, and a save may be.
         threads = [threading.Thread(target=write, args=one) for one in zip(names, files, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        except BaseException:  # Ctrl-C: nobody may go on writing when the caller is told that it is over
+            self._stop = True
+            for thread in threads:
+                thread.join()
+            raise
         if errors:
             raise errors[0]
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for name in names for result in results[name]])
         return future
 
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: Planner) -> list[WriteResult]:
-        results = []
+        results: list[WriteResult] = []
         with open(self._folder / name, "wb") as raw:
             file = _Summed(raw)
             for item in items:
+                if self._stop:
+                    return results
                 file.pad()
                 offset = file.nbytes
                 if item.type is WriteItemType.BYTE_IO:
@@ -286,6 +323,10 @@ def _blocks(entry: Entry) -> Iterator[Any]:
     if part.is_line:
         for block in part.blocks(max_numel):
             yield bytes_of(entry.line.read(block.start, block.start + block.box.numel))
+    elif all(block.span <= 4 * block.box.numel for block in part.blocks(max_numel)):
+        for block in part.blocks(max_numel):  # columns of something wider: a block needs little beside itself
+            read = entry.line.read(block.start, block.start + block.span)
+            yield bytes_of(dataclasses.replace(block, start=0).of(read).contiguous())
     elif part.box.numel:  # in another order than in memory: any block may need any element
         read = entry.line.read(part.start, part.start + part.span)
         moved = dataclasses.replace(part, start=0)
@@ -296,11 +337,3 @@ def _blocks(entry: Entry) -> Iterator[Any]:
 def bytes_of(tensor: torch.Tensor) -> Any:
     """The memory of a contiguous host tensor."""
     return tensor.view(-1).view(torch.uint8).numpy()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
