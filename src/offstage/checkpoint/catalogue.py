@@ -8,7 +8,7 @@ and nothing asked of other ranks: shapes and offsets come from meshes and placem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,6 @@ from offstage.optimizer import OffloadedOptimizer
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
 from offstage.snapshot import Snapshot
 
-_SLAB = 64 * 1024 * 1024
 MODEL, OPTIM, GROUPS, EXTRA = "model", "optim", "optim.param_groups", "extra"
 
 
@@ -152,22 +151,38 @@ class Staging:
         return Plain(held.raw(key))
 
 
+class CountingStaging(Staging):
+    """Adds up what `SnapshotStaging` will copy."""
+
+    def __init__(self) -> None:
+        self.needed: dict[torch.device, int] = {}
+        self._seen: dict[tuple[int, int, torch.dtype], torch.Tensor] = {}
+
+    def line(self, flat: torch.Tensor) -> Line:
+        if self._seen.setdefault(_identity(flat), flat) is flat:  # tied weights have two names; it keeps its address
+            self.needed[flat.device] = self.needed.get(flat.device, 0) + _padded(flat.nbytes)
+        return Plain(flat)
+
+
 class SnapshotStaging(Staging):
     """For a save that goes on while training does: arenas are read through snapshots, all else is copied now."""
 
-    def __init__(self, snapshots: Mapping[int, Snapshot], allow: Callable[[int], None], *, pin: bool) -> None:
-        """`snapshots` by the identity of the host state they are of; `allow` raises if memory may not be taken."""
-        self._snapshots, self._allow, self._pin = snapshots, allow, pin
+    def __init__(self, snapshots: Mapping[int, Snapshot], needed: Mapping[torch.device, int], *, pin: bool) -> None:
+        """`snapshots` by the identity of the host state they are of; `needed` bytes of copies from each device."""
+        self._snapshots = snapshots
+        # Unlike torch's own pinned memory it is exact, and fast to get.
+        self._arenas = {device: Arena(nbytes, torch.uint8, device, pin=pin) for device, nbytes in needed.items()}
+        self._room = {device: arena.flat for device, arena in self._arenas.items()}
+        self.nbytes = sum(arena.nbytes for arena in self._arenas.values())
+        self._copies: dict[tuple[int, int, torch.dtype], Line] = {}
         self._sources: list[torch.Tensor] = []
         """Kept until the copies are made: until then nothing else may have their addresses."""
-        self._arenas: list[Arena] = []
-        self._copies: dict[tuple[int, int, torch.dtype], Line] = {}
-        self._room = torch.empty(0, dtype=torch.uint8)
 
     def line(self, flat: torch.Tensor) -> Line:
-        key = (flat.data_ptr(), flat.numel(), flat.dtype)
-        if key not in self._copies:  # tied weights have two names
-            copy = self._take(flat.nbytes, flat.device).view(flat.dtype)
+        key = _identity(flat)
+        if key not in self._copies:
+            room = self._room[flat.device]
+            copy, self._room[flat.device] = room[: flat.nbytes].view(flat.dtype), room[_padded(flat.nbytes) :]
             copy.copy_(flat, non_blocking=True)
             self._copies[key] = Plain(copy)
             self._sources.append(flat)
@@ -180,24 +195,12 @@ class SnapshotStaging(Staging):
         self._sources.clear()
         self._copies.clear()
 
-    def _take(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        padded = -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-        if padded > self._room.numel():
-            # The views keep the memory; unlike torch's own pinned memory it is exact and fast to get.
-            nbytes_of_slab = max(padded, min(self.nbytes // 4, _SLAB))
-            self._allow(nbytes_of_slab)
-            arena = Arena(nbytes_of_slab, torch.uint8, device, pin=self._pin)
-            self._arenas.append(arena)
-            self._room = arena.flat
-            self.nbytes += arena.nbytes
-        taken, self._room = self._room[:nbytes], self._room[padded:]
-        return taken
-
     def close(self) -> None:
         """Give the copies' memory back: the save is over."""
-        for arena in self._arenas:
+        for arena in self._arenas.values():
             arena.close()
         self._arenas.clear()
+        self._room.clear()
 
     def kept(self, held: HeldState, key: str) -> Line:
         assert held.host is not None
@@ -289,6 +292,14 @@ def state_lines(held: HeldState, weight: Line, staging: Staging) -> dict[str, tu
 def _number(value: Any) -> Any:
     """A 0-d tensor as a number and its dtype; ranks tell these to each other."""
     return (value.item(), value.dtype) if isinstance(value, torch.Tensor) else (value, None)
+
+
+def _identity(flat: torch.Tensor) -> tuple[int, int, torch.dtype]:
+    return flat.data_ptr(), flat.numel(), flat.dtype
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _kept(held: HeldState, key: str, dtype: torch.dtype, staging: Staging) -> Line:

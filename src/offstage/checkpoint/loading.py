@@ -43,8 +43,10 @@ from offstage.state_dict import replace_groups
 
 logger = logging.getLogger("offstage")
 
-_BLOCK = 4 * 1024 * 1024
-"""Elements that are converted at a time."""
+_BLOCK = 16 * 1024 * 1024
+"""Elements that are read at a time."""
+_SPLIT_BYTES = 40
+"""Host memory that splitting one master takes: with its bits, low half and squares, and what is made on the way."""
 _MAX_THREADS = 16
 _EXTRA_STATE = "_extra_state"
 
@@ -300,7 +302,7 @@ class _Load:
 
     def _read(self, parts: list[Part], line: torch.Tensor) -> None:
         for part in parts:
-            for block in part.blocks(4 * _BLOCK):
+            for block in part.blocks(_BLOCK):
                 self._stored.read(block.name, block.box, into=block.of(line))
 
     @torch.no_grad()
@@ -366,10 +368,14 @@ class _Load:
         """Masters become low halves and tie bits, block by block."""
         weight = flat_like(held.local, held.local)
         low, squares = held.raw(MASTER_LOW_KEY), held.raw("exp_avg_sq")
+        assert self._optimizer is not None
+        at_most = max(
+            1, int(self._optimizer.config.chunk_bytes) // (_SPLIT_BYTES * _threads())
+        )  # a chunk for all threads
 
         def rounded() -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
             for part in self._parts(held, name, MASTER_KEY):
-                for block in part.blocks(_BLOCK):
+                for block in part.blocks(at_most):
                     master = torch.empty(block.box.size, dtype=torch.float32)
                     if saved:
                         self._stored.read(block.name, block.box, into=master)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from offstage.checkpoint.agreeing import Ranks
-from offstage.checkpoint.catalogue import Catalogue, SnapshotStaging, Staging, catalogue_of
+from offstage.checkpoint.catalogue import Catalogue, CountingStaging, SnapshotStaging, Staging, catalogue_of
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, FileSum, sum_of, sync_file, sync_folder, write_manifest
 from offstage.checkpoint.stored import METADATA
@@ -127,21 +127,21 @@ def async_save(
     must allow. A second save waits until the first is complete.
     """
     global _last
-    if _last is not None:
-        _last.wait()  # its ranks talk to each other over the same process group
+    if (previous := _last) is not None:
+        previous.wait()  # its ranks talk to each other over the same process group
     ranks = Ranks(_background_group())
     started = AsyncSave(Path(folder))
     snapshots: dict[int, Snapshot] = {}
     until_written = contextlib.ExitStack()
 
-    def allow(nbytes: int) -> None:
-        _check_room(offloaded, nbytes + started.extra_bytes)
+    staging = SnapshotStaging({}, {}, pin=False)
 
-    pin = not isinstance(optimizer, OffloadedOptimizer) or optimizer.config.pin_memory
-    staging = SnapshotStaging(snapshots, allow, pin=pin)
-    started._taken = lambda: staging.nbytes + sum(one.copied_bytes for one in snapshots.values())
+    def taken() -> int:
+        return staging.nbytes + sum(one.copied_bytes for one in snapshots.values())
 
     def end() -> None:
+        global _last
+        _last = None
         total = started.extra_bytes
         started._taken, started._settle = lambda: total, None
         _close(snapshots)
@@ -164,17 +164,25 @@ def async_save(
             if offloaded is not None:
                 offloaded.check_not_lost()
                 offloaded.drain_state()
+            count = CountingStaging()
+            catalogue_of(model, offloaded, extra or {}, splitter, count)
+            _check_room(offloaded, sum(count.needed.values()))
+            if offloaded is not None:
                 snapshots |= offloaded.take_snapshots()
                 started._settle = weakref.WeakMethod(offloaded.settle_snapshots)
+            pin = offloaded is None or offloaded.config.pin_memory
+            staging = SnapshotStaging(snapshots, count.needed, pin=pin)
+            started._taken = taken
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, staging)
             staging.settle()
+            del count
             until_written.enter_context(_alone_in(Path(folder)))
             _prepare(Path(folder), ranks)
+        _last = started
         threading.Thread(target=run, name="offstage-save", daemon=False).start()
     except BaseException:
         end()
         raise
-    _last = started
     return started
 
 

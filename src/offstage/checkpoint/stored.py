@@ -32,7 +32,7 @@ from offstage.checkpoint.parts import Box, blocks_of
 from offstage.errors import CheckpointError
 
 METADATA = ".metadata"
-BLOCK_BYTES = 16 * 1024 * 1024
+BLOCK_BYTES = 4 * 1024 * 1024
 """The most that is copied at once where a copy needs host memory: to a device, or from data that is not aligned."""
 
 _USE_ANOTHER = "Use another checkpoint."
