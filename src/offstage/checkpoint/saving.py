@@ -154,6 +154,7 @@ def async_save(
             _write(Path(folder), catalogue, ranks)
         except BaseException as error:
             started._error = error
+            _forget_frames(error)
             logger.error("the save to %s failed: %s", folder, error)
         finally:
             end()
@@ -184,6 +185,13 @@ def async_save(
         end()
         raise
     return started
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Whoever keeps the error keeps where it came from, and not all that was there."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
 
 
 def _close(snapshots: Mapping[int, Snapshot]) -> None:
