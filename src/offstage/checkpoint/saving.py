@@ -153,8 +153,9 @@ def async_save(
         try:
             _write(Path(folder), catalogue, ranks)
         except BaseException as error:
-            started._error = error
             _forget_frames(error)
+            # Without this function's own frame, which has the catalogue.
+            started._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
             logger.error("the save to %s failed: %s", folder, error)
         finally:
             end()
@@ -189,9 +190,10 @@ def async_save(
 
 def _forget_frames(error: BaseException | None) -> None:
     """Whoever keeps the error keeps where it came from, and not all that was there."""
-    while error is not None:
+    if error is not None:
         traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+        _forget_frames(error.__cause__)
+        _forget_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
 
 def _close(snapshots: Mapping[int, Snapshot]) -> None:

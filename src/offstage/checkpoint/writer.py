@@ -238,7 +238,9 @@ class Writer(FileSystemWriter):
                 thread.join()
             raise
         if errors:
-            raise errors[0]
+            first = errors[0]
+            errors.clear()  # each keeps all that was where it came from
+            raise first
         sync_folder(self._folder)
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for name in names for result in results[name]])
