@@ -153,10 +153,9 @@ def async_save(
         try:
             _write(Path(folder), catalogue, ranks)
         except BaseException as error:
+            logger.error("the save to %s failed:\n%s", folder, "".join(traceback.format_exception(error)))
             _forget_frames(error)
-            # Without this function's own frame, which has the catalogue.
-            started._error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-            logger.error("the save to %s failed: %s", folder, error)
+            started._error = error
         finally:
             end()
 
@@ -189,9 +188,9 @@ def async_save(
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Whoever keeps the error keeps where it came from, and not all that was there."""
+    """Whoever keeps the error keeps what it says, and not all that was where it came from: the state, for one."""
     if error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         _forget_frames(error.__cause__)
         _forget_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
