@@ -49,7 +49,7 @@ class Arena:
         self.flat = torch.empty(0, dtype=dtype)
         if self.nbytes:
             by_torch = self.pinned and device.type != "cuda"  # other accelerators: torch's own pinning
-            self._memory = _pinned_by_torch(self.nbytes) if by_torch else _map_exact(self.nbytes)
+            self._memory = _pinned_by_torch(self.nbytes) if by_torch else map_exact(self.nbytes)
             # The one flat view the pipeline slices; everything handed out has a storage of its own.
             self.flat = torch.frombuffer(self._memory, dtype=dtype, count=numel)
             if not by_torch:
@@ -98,7 +98,8 @@ def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: i
             )
 
 
-def _map_exact(nbytes: int) -> mmap.mmap:
+def map_exact(nbytes: int) -> mmap.mmap:
+    """Private memory in huge pages, not touched yet, that forked children do not share."""
     # MAP_PRIVATE: a shared mapping (Python's default for -1) gets no huge pages, which makes pinning slow.
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     # A forked child (a DataLoader worker) must not share these pages: copy-on-write would move them

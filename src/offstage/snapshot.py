@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offstage.errors import OffstageError
-from offstage.host_memory import Arena
+from offstage.host_memory import Arena, map_exact
 from offstage.lanes import Lanes, Mark
 from offstage.layout import Chunk, Layout, Piece
 
@@ -38,7 +38,10 @@ class Unit:
     readers: int | None = None
     """How many lines of it the writer has still to read, as soon as that is known."""
     copies: dict[str, torch.Tensor] | None = None
+    left: int = 0
+    """Copies that are still to be made, by several threads."""
     copied: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
     mark: Mark = None
 
 
@@ -69,12 +72,13 @@ class Snapshot:
             if unit.copies is not None:
                 return unit.mark
             sources = {key: self.arenas[key].flat[slice(*chunk.ranges[key])] for key in self.arenas}
-            unit.copies = {key: torch.empty_like(source) for key, source in sources.items()}
+            unit.copies = {key: _room_for(source) for key, source in sources.items()}
             self._held_bytes += sum(copy.nbytes for copy in unit.copies.values())
             self.copied_bytes = max(self.copied_bytes, self._held_bytes)
             copies = unit.copies
+            unit.left = len(copies)
         unit.mark = lanes.submit_on_host(
-            [functools.partial(_copy, unit, copies, sources)],
+            [functools.partial(_copy, unit, copies[key], source) for key, source in sources.items()],
             after={},
             reads=list(sources.values()),  # the copies are the writer's, who waits for `copied` and not for a mark
         )
@@ -149,7 +153,16 @@ class Snapshot:
         self._over.set()
 
 
-def _copy(unit: Unit, copies: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor]) -> None:
-    for key, source in sources.items():
-        copies[key].copy_(source)
-    unit.copied.set()
+def _room_for(source: torch.Tensor) -> torch.Tensor:
+    """Memory as large as `source`, in huge pages: a step may copy all state, and is the first to touch any of this."""
+    if not source.numel():
+        return torch.empty_like(source)
+    return torch.frombuffer(map_exact(source.nbytes), dtype=source.dtype, count=source.numel())
+
+
+def _copy(unit: Unit, copy: torch.Tensor, source: torch.Tensor) -> None:
+    copy.copy_(source)
+    with unit.lock:
+        unit.left -= 1
+        if unit.left == 0:
+            unit.copied.set()
