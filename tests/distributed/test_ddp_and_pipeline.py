@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP and pipeline schedules: every way to overlap that works with them gives the bits of `fraction=0`."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+import offstage
+from offstage.errors import ConfigError
+from tests.distributed.sharded import (
+    MAX_NORM,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Plain,
+    Run,
+    differences,
+    far,
+    keep,
+    look,
+    train,
+)
+from tests.training import lazily
+
+SMALL = {"chunk_bytes": "16KiB"}
+PLANS = {
+    "streamed": SMALL,
+    "window": {**SMALL, "window": "all"},
+    "half, forward": {**SMALL, "fraction": 0.5, "overlap_forward": True},
+    "window, forward": {**SMALL, "window": "48KiB", "overlap_forward": True},
+    "host": {**SMALL, "host_fraction": 0.4},
+    "host, window, forward": {**SMALL, "host_fraction": 0.4, "window": "48KiB", "overlap_forward": True},
+}
+
+
+def assert_same(answers, plans=PLANS):
+    """No rank has seen a difference, and every plan did what it is for."""
+    assert [{name: differs for name, (differs, _) in found.items() if differs} for found in answers] == [{}] * 2
+    for found in answers:
+        for name, plan in plans.items():
+            assert_did(found[name][1], plan)
+
+
+def assert_did(run, plan):
+    receipt = run.receipt
+    assert receipt.total_bytes_stored > 0
+    assert (receipt.host_update_ms is not None) == ("host_fraction" in plan)
+    assert (run.fetched_in_backward > 0) == ("window" in plan)
+    assert (run.left_to_forward > 0) == ("overlap_forward" in plan)
+    assert receipt.fallbacks == ()
+
+
+def compared(train_one, plans, lazy_seed=None):
+    """What differs between each plan and `fraction=0`, from plain torch, and the runs without their tensors."""
+    expected = train_one({"fraction": 0.0})
+    found = {"torch": (far(train_one(None), expected), None)}
+    for name, plan in plans.items():
+        with contextlib.nullcontext() if lazy_seed is None else lazily(lazy_seed):
+            run = train_one(plan)
+        found[name] = differences(expected, run), run
+        run.weights, run.state = {}, {}
+    return found
+
+
+# DDP
+
+
+class Occasional(Plain):
+    """Its last block runs in even steps only."""
+
+    step = 0
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks[: 3 - self.step % 2]:
+            x = block(x)
+        return self.head(x)
+
+
+def compare_ddp(make, wrapping, plans=PLANS, lazy_seed=None, **loop):
+    wrap = functools.partial(DistributedDataParallel, **wrapping)
+    return compared(lambda config: train(functools.partial(seeded, make), config, wrap=wrap, **loop), plans, lazy_seed)
+
+
+def seeded(make):
+    torch.manual_seed(0)
+    return make()
+
+
+DDP = {
+    "plain": (Plain, {}),
+    "gradients in buckets": (Plain, {"gradient_as_bucket_view": True}),
+    "unused": (Occasional, {"find_unused_parameters": True, "gradient_as_bucket_view": True}),
+}
+
+
+@pytest.mark.parametrize("case", DDP)
+def test_ddp(ranks, case):
+    answers = ranks.run(2, compare_ddp, *DDP[case])
+    assert_same(answers)
+    for name in PLANS:  # all ranks clip alike, and not always
+        norms = [found[name][1].norms for found in answers]
+        assert norms[0] == norms[1]
+        assert {bool(norm > MAX_NORM) for norm in norms[0]} == {False, True}
+
+
+def test_ddp_accumulates(ranks):
+    assert_same(ranks.run(2, compare_ddp, Plain, {}, micro_batches=2, steps=8))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_ddp_on_lazy_lanes(ranks, seed):
+    """Nothing runs until forced, and the happens-before checker looks on."""
+    plans = {name: PLANS[name] for name in ("window, forward", "host, window, forward")}
+    wrapping = {"gradient_as_bucket_view": True}
+    assert_same(ranks.run(2, compare_ddp, Plain, wrapping, plans, seed, steps=8), plans)
+
+
+@pytest.mark.parametrize("wrapped", ["before", "after"])
+def test_updates_in_backward_are_refused_under_ddp(ranks, wrapped):
+    """Gradients are not reduced yet when they are ready."""
+    messages = ranks.run(2, refusal_under_ddp, wrapped)
+    assert messages[0] == messages[1]
+    assert "update_in_backward" in messages[0]
+    assert "DistributedDataParallel" in messages[0]
+    assert "overlap_forward" in messages[0]
+
+
+def refusal_under_ddp(wrapped):
+    model = seeded(Plain)
+    config = {**SMALL, "min_bytes": 0, "update_in_backward": True}
+    if wrapped == "before":
+        model = DistributedDataParallel(model)
+        with pytest.raises(ConfigError) as caught:
+            offstage.offload(torch.optim.AdamW(model.parameters()), model, **config)
+    else:
+        optimizer = offstage.offload(torch.optim.AdamW(model.parameters()), model, **config)
+        model = DistributedDataParallel(model)
+        with pytest.raises(ConfigError) as caught:
+            model(torch.arange(24).view(3, 8))
+        optimizer.close()
+    return str(caught.value)
+
+
+# Pipelines
+
+
+class Stage(nn.Module):
+    """One of several: the first has the embedding, the last the output."""
+
+    def __init__(self, number, of):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
+        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
+        self.head = nn.Linear(WIDTH, VOCABULARY) if number == of - 1 else None
+
+    def forward(self, x):
+        x = self.blocks(x if self.embedding is None else self.embedding(x))
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(output, targets):
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+MICRO_BATCHES = 4
+MAX_NORMS = (0.5, 10.0, 10.0)
+"""In turn: norms are between them, so that one step out of three is clipped."""
+
+
+def train_stages(config, schedule_name, per_stage=False, steps=10):
+    """This rank's stages. One optimizer for all of them and a norm over all ranks, or one each and no clipping."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    total = 2 * ranks if schedule_name == "Interleaved1F1B" else ranks
+    numbers = range(rank, total, ranks)
+    torch.manual_seed(rank)
+    modules = nn.ModuleList(Stage(number, total) for number in numbers)
+    stages = [
+        PipelineStage(module, number, total, torch.device("cpu"))
+        for module, number in zip(modules, numbers, strict=True)
+    ]
+    schedule = SCHEDULES[schedule_name](stages if total > ranks else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+    owners = list(modules) if per_stage else [modules]
+    optimizers = [torch.optim.AdamW(owner.parameters(), lr=3e-3, weight_decay=0.1) for owner in owners]
+    if config is not None:
+        optimizers = [
+            offstage.offload(optimizer, owner, min_bytes=0, **config)
+            for optimizer, owner in zip(optimizers, owners, strict=True)
+        ]
+    run = Run()
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        tokens, targets = torch.randint(VOCABULARY, (2, 2 * MICRO_BATCHES, 6), generator=generator)
+        schedule.step(*([tokens] if 0 in numbers else []), target=targets if total - 1 in numbers else None)
+        if not per_stage:
+            run.norms.append(clip(modules, optimizers[0], MAX_NORMS[step % 3]))
+        look(run, optimizers, before_step=True)
+        for optimizer in optimizers:
+            optimizer.step()
+        look(run, optimizers, before_step=False)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    keep(run, modules, optimizers)
+    return run
+
+
+@torch.no_grad()
+def clip(modules, optimizer, max_norm):
+    """By the norm of the whole model's gradients."""
+    if isinstance(optimizer, offstage.OffloadedOptimizer):
+        return optimizer.clip_grad_norm_(max_norm, group=dist.group.WORLD)
+    squares = torch.stack([param.grad.double().square().sum() for param in modules.parameters()]).sum()
+    dist.all_reduce(squares)
+    norm = squares.sqrt().float()
+    for param in modules.parameters():
+        param.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def compare_stages(schedule_name, plans=PLANS, lazy_seed=None, **loop):
+    return compared(lambda config: train_stages(config, schedule_name, **loop), plans, lazy_seed)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_pipeline(ranks, schedule):
+    answers = ranks.run(2, compare_stages, schedule)
+    assert_same(answers)
+    norms = [found["streamed"][1].norms for found in answers]
+    assert norms[0] == norms[1]
+    assert [bool(norm > MAX_NORMS[step % 3]) for step, norm in enumerate(norms[0][:6])] == [True, False, False] * 2
+
+
+def test_an_optimizer_for_each_stage(ranks):
+    """Two offloaded optimizers in each process, whose stages take turns."""
+    assert_same(ranks.run(2, compare_stages, "Interleaved1F1B", per_stage=True))
+
+
+def test_pipeline_on_lazy_lanes(ranks):
+    plans = {name: PLANS[name] for name in ("window, forward", "host, window, forward")}
+    assert_same(ranks.run(2, compare_stages, "1F1B", plans, 0), plans)
+
+
+def test_updates_in_backward_wait_for_step_in_a_pipeline(ranks):
+    """Gradients come in as many parts as there are micro-batches: the same bits, and the receipt says so."""
+    plan = {**SMALL, "update_in_backward": True}
+    for found in ranks.run(2, compare_stages, "1F1B", {"backward": plan}):
+        differs, run = found["backward"]
+        assert differs == []
+        assert run.updated_in_backward == 0
+        (said,) = [text for text in run.receipt.fallbacks if "update_in_backward has no effect" in text]
+        assert "pipeline" in said
