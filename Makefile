@@ -23,8 +23,9 @@ lint: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
+# Two processes, a file each: the files share what they set up.
 test: lint
-	$(RUN) -m pytest -q
+	$(RUN) -m pytest -q -n 2 --dist loadfile
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests/gpu

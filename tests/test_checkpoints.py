@@ -169,10 +169,11 @@ def test_from_any_plan_to_any_other(saved, plan, other):
     if keeps_all:
         assert_same_tree(everything(model, optimizer), at_save)
     train(model, optimizer, range(3, 6))
-    train(expected_model, expected, range(3, 6))
-    assert_same_tree(everything(model, optimizer), everything(expected_model, expected))
     if keeps_all and (plan == "torch") == (other == "torch"):
         assert_same_tree(everything(model, optimizer), at_end)
+    else:
+        train(expected_model, expected, range(3, 6))
+        assert_same_tree(everything(model, optimizer), everything(expected_model, expected))
 
 
 @pytest.mark.parametrize(
@@ -194,6 +195,29 @@ def test_weights_that_someone_else_wrote_before_the_save(plan, other, tmp_path):
         train(*one, range(3, 5))
     assert_same_tree(everything(*loaded), everything(*expected))
     assert_same_tree(everything(*loaded), everything(model, optimizer))
+
+
+def test_masters_halfway_between_two_weights(tmp_path):
+    """Where split masters keep a bit in the sign of `exp_avg_sq`, which no file shows."""
+    model, optimizer = build(PLANS["split"])
+    train(model, optimizer, range(2))
+    weight = model.layers[0].weight
+    bits = weight.detach().float().view(torch.int32) & ~0xFFFF | 0x8000
+    bits += torch.arange(bits.numel()).view_as(bits).int() % 2 << 16  # rounded up, and rounded down
+    optimizer.state[weight]["master_weight"] = bits.view(torch.float32)
+    with torch.no_grad():
+        weight.copy_(bits.view(torch.float32))
+    assert bool((optimizer.held(weight).raw("exp_avg_sq").signbit()).any())
+    at_save = everything(model, optimizer)
+    checkpoint.save(tmp_path / "saved", model, optimizer)
+    checkpoint.async_save(tmp_path / "async", model, optimizer).result(LONGEST_S)
+    train(model, optimizer, range(2, 4))
+    for folder, plan in (("saved", "streamed"), ("async", "all on the host, split")):
+        loaded = build(PLANS[plan], seed=1)
+        checkpoint.load(tmp_path / folder, *loaded)
+        assert_same_tree(everything(*loaded), at_save)
+        train(*loaded, range(2, 4))
+        assert_same_tree(everything(*loaded), everything(model, optimizer))
 
 
 ALL_CLASSES = {**CLASSES, "Muon": lambda params: torch.optim.Muon(params, lr=0.01)}
@@ -442,8 +466,10 @@ def weight_bytes(model):
     return sum(tensor.nbytes + 256 for tensor in model.state_dict().values()) * 5 // 4
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [(setting, kind) for n, setting in enumerate(SETTINGS) for kind in ([None, 1][n % 2], 0, THREADED)],
+)
 def test_training_goes_on_while_it_is_saved(setting, kind, slow, tmp_path):
     """The writer gets on a little in every step, or not at all until they are over."""
     clip = clip_of(setting)
@@ -647,7 +673,8 @@ def test_state_is_changed_from_outside_while_it_is_saved(action, kind, slow, mon
         if save:
             saving = checkpoint.async_save(tmp_path / "saved", model, optimizer)
             waited = let_go_on_when_waited_for(slow, monkeypatch)
-        iterate(model, optimizer, range(3, 5), clip)
+        if action not in WAITS:  # these find copies under way; the others must not overwrite what is not copied yet
+            iterate(model, optimizer, range(3, 5), clip)
         expected = action(model, optimizer, tmp_path)
         if expected is not None:
             assert_same_tree(everything(model, optimizer), expected)
@@ -752,11 +779,19 @@ def test_a_writer_that_fails_lets_go_of_everything(setting, kind, slow, full_dis
     join_savers()
     gc.collect()
     assert not [one for one in arenas if one() is not None]
+    soon(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # nobody is waited for
     full_disk(False)
-    checkpoint.async_save(tmp_path / "saved", model, optimizer).result(LONGEST_S)
+    soon(lambda: checkpoint.async_save(tmp_path / "saved", model, optimizer).result(LONGEST_S))
     assert_same_tree(loaded_from(tmp_path / "saved"), plainly(clip, 7))
-    optimizer.load_state_dict(optimizer.state_dict())  # nobody is waited for
     assert_same_tree(everything(model, optimizer), plainly(clip, 7))
+
+
+def soon(action):
+    """`action`, which must not wait for ever; whatever it raises is raised by what follows."""
+    thread = threading.Thread(target=action, daemon=True)
+    thread.start()
+    thread.join(LONGEST_S)
+    assert not thread.is_alive(), "it hangs"
 
 
 def recorded_arenas(monkeypatch):

@@ -4,6 +4,7 @@
 `pytest tests/test_waits.py -o log_cli=true -o log_cli_level=INFO` lists the waits and what caught each.
 """
 
+import contextlib
 import functools
 import gc
 import logging
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import offstage
+from offstage.activations import offload_activations
 from offstage.errors import OffstageError, StepLostError
 from offstage.lazy_lanes import WaitLog
 from offstage.pipeline import Trip
@@ -510,6 +512,51 @@ def saved_with_speculation():
     return state_at(snapshots, optimizer)
 
 
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+def activations_offloaded():
+    torch.manual_seed(0)
+    model = Layers()
+    handle = offload_activations(model, min_bytes=0)
+    for step in range(3):
+        model(torch.full((3 + step, 40), 0.1 * (step + 1))).backward()
+    del handle
+    return [param.grad for param in model.parameters()]
+
+
+def activations_of_a_forward_without_backward():
+    """What has just left, and what has just come back, is dropped unused; its memory is used again."""
+    torch.manual_seed(0)
+    model = Layers()
+    handle = offload_activations(model, min_bytes=0)
+    x = torch.ones(3, 40, requires_grad=True)
+    for _ in range(3):
+        model(x)
+        loss = model(x)
+        model.layers[3].weight.register_hook(_raise)
+        with contextlib.suppress(ZeroDivisionError):
+            loss.backward()
+        model.layers[3].weight._backward_hooks.clear()
+        del loss
+        model.zero_grad()
+        model(x).backward()
+    del handle
+    return [param.grad for param in model.parameters()]
+
+
+def _raise(gradient):
+    raise ZeroDivisionError
+
+
 ALL_ON_HOST = [
     on_host_saved_while_training,
     on_host,
@@ -536,6 +583,8 @@ SCENARIOS = [
     *ALL_ON_HOST,
     saved_while_training,
     saved_with_speculation,
+    activations_offloaded,
+    activations_of_a_forward_without_backward,
     host_and_device,
     host_and_device_in_backward,
     host_and_device_clipped_now_and_then,
@@ -587,7 +636,9 @@ def test_the_waits_are_these():
     """The list, so that a new wait is a decision someone made."""
     assert WAITS == [
         "backward: the last update is done",
+        "backward: the tensor is back",
         "backward: the update is done with the gradient",
+        "bury: the copy that nobody needed is done",
         "close: the last copies are done",
         "close: the slot's last store is done",
         "close: the weights are ready",
@@ -598,6 +649,8 @@ def test_the_waits_are_these():
         "host: all stores are done",
         "host: the snapshot has its copy",
         "host: weights and gradients have come down",
+        "leave: the tensor has left",
+        "leave: the tensor is made",
         "load: the weights are ready",
         "lower: the gradients are ready",
         "lower: the staging buffer is free",
@@ -611,6 +664,7 @@ def test_the_waits_are_these():
         "read: the weights are ready",
         "redo: the speculative updates are done",
         "reset: nothing is under way",
+        "return: the memory is free",
         "snapshot: the chunk is copied",
         "step: the last update is done",
         "step: the norm is known",

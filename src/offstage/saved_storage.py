@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SavedStorage`: the way of a storage that autograd saved tensors of, to the host and back. Used by `activations.py`.
+
+`HERE → LEAVING → AWAY → RETURNING → HERE`. Several saved tensors may be views of one storage; it moves once. A tensor
+that is saved is not copied when its layer is not chosen, and not fetched when it has not been let go yet.
+
+Who touches what, and which mark separates them:
+
+| buffer | written by | read by | separated by |
+|---|---|---|---|
+| the storage | the caller | store | a mark when it is saved; whoever reuses its memory comes after `left` |
+| host range | store | fetch | the caller has waited for `left` when it lets go, for the last copy when it gives back |
+| the storage that returned | fetch | the caller | a mark when it is allocated, `returned` |
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offstage.errors import OffstageError
+from offstage.host_pool import Range
+from offstage.lanes import Lane, Mark
+
+if TYPE_CHECKING:
+    from offstage.activations import Visit, _Side
+
+
+class SavedStorage:
+    """One storage, on the device or on the host. Lives as long as autograd keeps a tensor of it."""
+
+    def __init__(self, side: _Side, tensor: torch.Tensor) -> None:
+        self.visit: Visit | None = None
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.side = side
+        self._device, self._dtype = tensor.device, tensor.dtype
+        self._bytes: torch.Tensor | None = _bytes_of(tensor)
+        """The storage, while it is on the device."""
+        self._seen: torch.Tensor | None = tensor.detach()  # counts its versions with `tensor`, without its graph
+        self._version = tensor._version
+        self._alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._range: Range | None = None
+        self._left: Mark = None
+        self._returned: Mark = None
+        self._is_back = False
+        """What is on the device is a copy that returned."""
+        self._saved = 0
+        self._used = 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, whose storage has the same address, is of this one and has the values that were saved."""
+        is_gone = self._alive.expired()  # type: ignore[no-untyped-call]
+        return not is_gone and tensor._version == self._version
+
+    def saved(self, tensor: torch.Tensor) -> Saved:
+        """What autograd keeps in place of `tensor`."""
+        self._saved += 1
+        return Saved(self, tensor)
+
+    # Leaving
+
+    def leave(self, visit: Visit) -> None:
+        """HERE → LEAVING."""
+        lanes, source = self.side.lanes, self._bytes
+        assert source is not None
+        self.visit = visit
+        self._range = taken = self.side.pool.take(self.nbytes)
+        lanes.touch(writes=[source])
+        self._left = lanes.submit(
+            Lane.STORE,
+            functools.partial(_copy, taken.tensor, source),
+            after={"leave: the tensor is made": lanes.mark()},
+            reads=[source],
+            writes=[taken.tensor],
+        )
+
+    def let_go(self) -> None:
+        """LEAVING → AWAY: the memory may be used for something else, behind the copy."""
+        if self._bytes is None or self._range is None:
+            return
+        self._check_unchanged()
+        lanes = self.side.lanes
+        lanes.wait(self._left, "leave: the tensor has left")
+        lanes.touch(writes=[self._bytes])
+        self._bytes = self._seen = None
+
+    def _check_unchanged(self) -> None:
+        if self._seen is not None and self._seen._version != self._version:
+            raise OffstageError(
+                f"A tensor of shape {tuple(self._seen.shape)} that backward needs was changed in place after it was "
+                f"saved (version {self._seen._version}, expected {self._version}). Without offload_activations() "
+                "autograd would refuse it in backward. Use an operation that makes a new tensor."
+            )
+
+    # Returning
+
+    @property
+    def is_here(self) -> bool:
+        return self._bytes is not None
+
+    def come_back(self) -> bool:
+        """AWAY → RETURNING. Returns whether anything had to move."""
+        if self._bytes is not None:
+            return False
+        lanes, taken = self.side.lanes, self._range
+        assert taken is not None
+        self._is_back = True
+        self._bytes = target = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        lanes.touch(writes=[target])
+        self._returned = lanes.submit(
+            Lane.FETCH,
+            functools.partial(_copy, target, taken.tensor),
+            after={"return: the memory is free": lanes.mark()},  # and behind `left`, which the caller has waited for
+            reads=[taken.tensor],
+            writes=[target],
+        )
+        return True
+
+    def bytes_for_backward(self) -> torch.Tensor:
+        """The storage, after the caller's stream has waited for it."""
+        self._check_unchanged()
+        if self._bytes is None:
+            self.come_back()
+        found = self._bytes
+        assert found is not None
+        if self._is_back:
+            self.side.lanes.wait(self._returned, "backward: the tensor is back")
+            self.side.lanes.touch(reads=[found])
+            self._used += 1
+            if self._used >= self._saved:  # every view has been asked for once: a second backward fetches it again
+                self._bytes, self._is_back, self._used = None, False, 0
+        return found
+
+    def __del__(self) -> None:
+        if getattr(self, "_range", None) is not None:
+            after = self._left if self._returned is None else self._returned
+            self.side.lay_out((self._range, after, self._bytes))
+
+
+class Saved:
+    """What autograd keeps in place of one tensor."""
+
+    __slots__ = ("_dtype", "_offset", "_size", "_stride", "storage")
+
+    def __init__(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
+        self.storage = storage
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset = tensor.storage_offset()
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+        found = self.storage.bytes_for_backward()
+        made = torch.empty(0, dtype=self._dtype, device=found.device)
+        return made.set_(found.untyped_storage(), self._offset, self._size, self._stride)  # type: ignore[no-any-return]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the tensor's storage, as bytes."""
+    storage = tensor.untyped_storage()
+    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return made.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
