@@ -465,7 +465,7 @@ def test_a_second_set_that_cannot_be_allocated_loses_nothing(error, arenas, monk
     got = Life(BACKWARD)
     got.backward(0)
     got.clip(WITHIN)
-    made, allocate = [], host_memory._map_exact
+    made, allocate = [], host_memory.map_exact
 
     def fail(nbytes):
         if len(made) == arenas:
@@ -474,7 +474,7 @@ def test_a_second_set_that_cannot_be_allocated_loses_nothing(error, arenas, monk
         return allocate(nbytes)
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_memory, "_map_exact", fail)
+        patch.setattr(host_memory, "map_exact", fail)
         got.step()
     assert len(made) == arenas
     got.train([WITHIN, OVER, WITHIN], first=1)

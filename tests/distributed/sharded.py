@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -48,6 +47,43 @@ PLANS: dict[str, dict[str, Any]] = {
 # Models
 
 
+def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What all ranks of `group` have, one after the other."""
+    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of the sum over all ranks of `group`."""
+    out = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    # torch.distributed._functional_collectives has these too; a rank died in them in about one of a hundred runs.
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scattered(gradient, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return scattered(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gathered(gradient, ctx.group), None
+
+
 class Experts(nn.Module):
     """A stack of experts spread over `mesh`: what all its ranks have comes to each expert and goes back.
 
@@ -63,12 +99,12 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         group, first = self._mesh.get_group(), self._mesh.get_local_rank() * EXPERTS // self._mesh.size()
-        everyone = collectives.all_gather_tensor_autograd(x, 0, group)
+        everyone = _Gather.apply(x, group)
         chosen = tokens % EXPERTS
         result = torch.zeros_like(everyone)
         for number, (up, down) in enumerate(zip(_local(self.up), _local(self.down), strict=True), start=first):
             result = result + torch.tanh(everyone * (chosen == number).unsqueeze(1) @ up) @ down
-        return x + collectives.reduce_scatter_tensor_autograd(result, "sum", 0, group)
+        return x + _Scatter.apply(result, group)
 
 
 class Attention(nn.Module):
@@ -111,7 +147,7 @@ class Mixture(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.attention(self.embedding(tokens))
         x = x + torch.tanh(self.reader(x)) * self.gate(x).softmax(-1)[..., :1]
-        everyones = collectives.all_gather_tensor(tokens.flatten(), 0, self._mesh.get_group())
+        everyones = gathered(tokens.flatten(), self._mesh.get_group())
         lines = self.experts(x.flatten(0, 1), everyones)
         if self.step % 2 == 0:
             lines = self.rare(lines, everyones)
