@@ -83,15 +83,20 @@ class AsyncSave:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._taken: Callable[[], int] = lambda: 0
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._settle: weakref.WeakMethod[Callable[[], None]] | None = None
+        self._snapshots: dict[int, Snapshot] = {}
+        self._staging: SnapshotStaging | None = None
+        self._catalogue: Catalogue | None = None
+        self._until_over = contextlib.ExitStack()
+        self._extra_bytes = 0
 
     @property
     def extra_bytes(self) -> int:
         """Host memory taken for the save beyond the state itself, at most so far: weights, and chunks copied."""
-        return self._taken()
+        staged = self._staging.nbytes if self._staging is not None else 0
+        return max(self._extra_bytes, staged + sum(one.copied_bytes for one in self._snapshots.values()))
 
     def done(self) -> bool:
         """Whether it is over, one way or the other."""
@@ -110,6 +115,56 @@ class AsyncSave:
         self.wait(timeout)
         if self._error is not None:
             raise self._error
+
+    def _prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, Any],
+        splitter: Splitter,
+        ranks: Ranks,
+    ) -> None:
+        """Everything that must be as it is now is copied, or known to be kept."""
+        offloaded = checked_optimizer(optimizer)
+        if offloaded is not None:
+            offloaded.check_not_lost()
+            offloaded.drain_state()
+        count = CountingStaging()
+        catalogue_of(model, offloaded, extra, splitter, count)
+        _check_room(offloaded, sum(count.needed.values()))
+        if offloaded is not None:
+            self._snapshots = offloaded.take_snapshots()
+            self._settle = weakref.WeakMethod(offloaded.settle_snapshots)
+        pin = offloaded is None or offloaded.config.pin_memory
+        self._staging = SnapshotStaging(self._snapshots, count.needed, pin=pin)
+        self._catalogue = catalogue_of(model, offloaded, extra, splitter, self._staging)
+        self._staging.settle()
+        self._until_over.enter_context(_alone_in(self.folder))
+        _prepare(self.folder, ranks)
+
+    def _run(self, ranks: Ranks) -> None:
+        assert self._catalogue is not None
+        try:
+            _write(self.folder, self._catalogue, ranks)
+        except BaseException as error:
+            logger.error("the save to %s failed:\n%s", self.folder, "".join(traceback.format_exception(error)))
+            _forget_frames(error)
+            self._error = error
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        """It is over: nothing that it needed is kept."""
+        global _last
+        _last = None
+        self._extra_bytes = self.extra_bytes
+        for snapshot in self._snapshots.values():
+            snapshot.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._settle, self._snapshots, self._staging, self._catalogue = None, {}, None, None
+        self._until_over.close()
+        self._over.set()
 
 
 def async_save(
@@ -131,58 +186,13 @@ def async_save(
         previous.wait()  # its ranks talk to each other over the same process group
     ranks = Ranks(_background_group())
     started = AsyncSave(Path(folder))
-    snapshots: dict[int, Snapshot] = {}
-    until_written = contextlib.ExitStack()
-
-    staging = SnapshotStaging({}, {}, pin=False)
-
-    def taken() -> int:
-        return staging.nbytes + sum(one.copied_bytes for one in snapshots.values())
-
-    def end() -> None:
-        global _last
-        _last = None
-        total = started.extra_bytes
-        started._taken, started._settle = lambda: total, None
-        _close(snapshots)
-        staging.close()
-        until_written.close()
-        started._over.set()
-
-    def run() -> None:
-        try:
-            _write(Path(folder), catalogue, ranks)
-        except BaseException as error:
-            logger.error("the save to %s failed:\n%s", folder, "".join(traceback.format_exception(error)))
-            _forget_frames(error)
-            started._error = error
-        finally:
-            end()
-
     try:
         with ranks.agreeing("Preparing the checkpoint"):
-            offloaded = checked_optimizer(optimizer)
-            if offloaded is not None:
-                offloaded.check_not_lost()
-                offloaded.drain_state()
-            count = CountingStaging()
-            catalogue_of(model, offloaded, extra or {}, splitter, count)
-            _check_room(offloaded, sum(count.needed.values()))
-            if offloaded is not None:
-                snapshots |= offloaded.take_snapshots()
-                started._settle = weakref.WeakMethod(offloaded.settle_snapshots)
-            pin = offloaded is None or offloaded.config.pin_memory
-            staging = SnapshotStaging(snapshots, count.needed, pin=pin)
-            started._taken = taken
-            catalogue = catalogue_of(model, offloaded, extra or {}, splitter, staging)
-            staging.settle()
-            del count
-            until_written.enter_context(_alone_in(Path(folder)))
-            _prepare(Path(folder), ranks)
+            started._prepare(model, optimizer, extra or {}, splitter, ranks)
         _last = started
-        threading.Thread(target=run, name="offstage-save", daemon=False).start()
+        threading.Thread(target=started._run, args=(ranks,), name="offstage-save", daemon=False).start()
     except BaseException:
-        end()
+        started._end()
         raise
     return started
 
@@ -193,11 +203,6 @@ def _forget_frames(error: BaseException | None) -> None:
         error.__traceback__ = None
         _forget_frames(error.__cause__)
         _forget_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
-
-
-def _close(snapshots: Mapping[int, Snapshot]) -> None:
-    for snapshot in snapshots.values():
-        snapshot.close()
 
 
 def _check_room(optimizer: OffloadedOptimizer | None, copies: int) -> None:
