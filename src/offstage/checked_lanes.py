@@ -9,14 +9,15 @@ Work runs as it always does; what is checked is the order that marks give, whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from offstage.happens_before import HOST, Clock, Clocks
 from offstage.host_threads import HostThreads, Slice
-from offstage.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, lanes_for, use_lanes
+from offstage.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work, lanes_for, use_lanes
 
 _CALLER = Lane.CALLER.value
 _Moment = tuple[Mark, Clock]
@@ -38,7 +39,7 @@ class CheckedLanes(Lanes):
     def submit(
         self,
         lane: Lane,
-        work: Callable[[], None],
+        work: Work,
         *,
         after: Mapping[str, _Moment | None],
         reads: Buffers = (),
@@ -105,6 +106,9 @@ class CheckedLanes(Lanes):
     def synchronize(self, reason: str) -> None:
         self._inner.synchronize(reason)
         self._clocks.wait_for_all(HOST, but=_CALLER)
+
+    def patiently(self) -> contextlib.AbstractContextManager[Any]:
+        return self._inner.patiently()
 
     def has_promised(self) -> bool:
         return self._inner.has_promised()

@@ -32,6 +32,9 @@ Mark = Any
 Place = Any
 """Which stream is the caller's. Opaque; made by `here`."""
 Buffers = Sequence[torch.Tensor]
+Work = Callable[[], None] | Sequence[Callable[[], None]]
+"""What a lane is given: one function, or several to be called one after the other, between which copies of others may
+use the link ([Note: the link takes turns])."""
 
 
 class Lane(enum.Enum):
@@ -45,12 +48,16 @@ class Lane(enum.Enum):
     RAISE = "raise"  # updated weights → device; would queue behind fetches that were given before
     CALLER = "caller"  # the stream that is current where the call is made
 
+    __hash__ = object.__hash__  # every piece of work looks its lane up several times; enum's own is slow
+
 
 _MOST_UNDER_WAY = 112
 """Pieces of work in one stream's queue. The driver has room for about a thousand operations, mostly fewer than eight to
 a piece, and whoever gives it more waits with the interpreter in its hands. So what there is no room for is promised,
 and given by a thread that waits for it: `step()` returns at once, and forward begins while most of the step is still to
 come."""
+_TAKES_TURNS = (Lane.FETCH, Lane.STORE)
+"""They have enough copies in their queues to keep everyone else off the link; see [Note: the link takes turns]."""
 UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
 """Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
 
@@ -68,7 +75,7 @@ class Lanes(ABC):
     def submit(
         self,
         lane: Lane,
-        work: Callable[[], None],
+        work: Work,
         *,
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
@@ -125,6 +132,14 @@ class Lanes(ABC):
         """Whether there is work that other threads have still to give to its lane."""
         return False
 
+    def patiently(self) -> contextlib.AbstractContextManager[Any]:
+        """Within the context, whoever gives a lane more than it has room for waits, and promises nothing.
+
+        For work that is given in backward: the lanes are then so far behind that backward must wait for them soon
+        anyway, and a thread that feeds them would take the interpreter from autograd's at every turn.
+        """
+        return contextlib.nullcontext()
+
     def check(self) -> None:  # noqa: B027
         """Raise what work that another thread gave to its lane has failed with, if any has."""
 
@@ -168,7 +183,7 @@ class AcceleratorLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         queues = [lane for lane in Lane if lane not in (Lane.CALLER, Lane.HOST)]
-        self._streams: dict[Lane, torch.Stream] = {lane: torch.Stream(device) for lane in queues}
+        self._queues: dict[Lane, _Queue] = {lane: _Queue(device, 2 if lane in _TAKES_TURNS else 1) for lane in queues}
         self._allocated_on: dict[int, torch.Stream] = {}
         self._under_way: dict[Lane, deque[torch.Event]] = {lane: deque() for lane in queues}
         self._feeder = HostThreads(1)
@@ -178,11 +193,12 @@ class AcceleratorLanes(Lanes):
         self._promises: list[Promise] = []
         """Of work that has not been given to its stream yet, and some that has."""
         self._look_through_at = 64
+        self._patient = False
 
     def submit(
         self,
         lane: Lane,
-        work: Callable[[], None],
+        work: Work,
         *,
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
@@ -195,12 +211,23 @@ class AcceleratorLanes(Lanes):
         marks = [last, *after.values()]
         promises = [mark for mark in marks if isinstance(mark, Promise) and not mark.is_over]
         if not promises and self._is_full(lane):
-            promises = [self._room(lane)]
+            if self._patient:
+                self._under_way[lane][0].synchronize()
+            else:
+                promises = [self._room(lane)]
         if not promises:
             return self._submit(lane, work, marks)
         made = self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, marks)))
         self._last[lane] = made
         return made
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient = False
 
     def _is_full(self, lane: Lane) -> bool:
         under_way = self._under_way[lane]
@@ -215,14 +242,14 @@ class AcceleratorLanes(Lanes):
         self._feeder.give([], wait=oldest.synchronize, done=lambda error: room.keep())
         return room
 
-    def _submit(self, lane: Lane, work: Callable[[], None], after: Iterable[Mark | None]) -> torch.Event:
-        stream = self._streams[lane]
+    def _submit(self, lane: Lane, work: Work, after: Iterable[Mark | None]) -> torch.Event:
+        queue = self._queues[lane]
+        stream = queue.next()
         for mark in after:
             if (event := _event(mark)) is not None:
                 stream.wait_event(event)
-        with stream, _span(lane):
-            work()
-        mark = stream.record_event()
+        with _span(lane):
+            mark = queue.run(work)
         self._under_way[lane].append(mark)
         if len(self._under_way[lane]) > _MOST_UNDER_WAY:  # one of several in a row that the feeder gives
             self._under_way[lane].popleft().synchronize()
@@ -301,8 +328,8 @@ class AcceleratorLanes(Lanes):
     def synchronize(self, reason: str) -> None:
         for promise in self._promises:
             promise.wait()
-        for stream in self._streams.values():
-            stream.synchronize()
+        for queue in self._queues.values():
+            queue.synchronize()
 
     def has_promised(self) -> bool:
         return not all(promise.is_over for promise in self._promises)
@@ -325,8 +352,8 @@ class AcceleratorLanes(Lanes):
     def stamp(self, lane: Lane) -> Any:
         last = self._last.get(lane)
         if last is not None and not last.is_over:
-            return self._promise([last], lambda promise: promise.keep(self._stamp(self._streams[lane])))
-        return self._stamp(self._caller() if lane is Lane.CALLER else self._streams[lane])
+            return self._promise([last], lambda promise: promise.keep(self._stamp(self._queues[lane].stream)))
+        return self._stamp(self._caller() if lane is Lane.CALLER else self._queues[lane].stream)
 
     def _stamp(self, stream: torch.Stream) -> torch.Event:
         event = torch.Event(self.device, enable_timing=True)
@@ -343,6 +370,45 @@ class AcceleratorLanes(Lanes):
         return torch.accelerator.current_stream(self.device)
 
 
+class _Queue:
+    """The stream of a lane; or two, that take turns and wait for each other, so that their order is that of one."""
+
+    def __init__(self, device: torch.device, num_streams: int) -> None:
+        self._streams = deque(torch.Stream(device) for _ in range(num_streams))
+        self._last: torch.Event | None = None
+
+    @property
+    def stream(self) -> torch.Stream:
+        """The one that was given the last work."""
+        return self._streams[-1]
+
+    def next(self) -> torch.Stream:
+        """The stream whose turn it is, behind the last work."""
+        if len(self._streams) > 1:
+            if self._last is not None:
+                self._streams[0].wait_event(self._last)
+            self._streams.rotate(-1)
+        return self.stream
+
+    def run(self, work: Work) -> torch.Event:
+        """Give `work` to the stream whose turn it is. Returns the event behind it."""
+        pieces = (work,) if callable(work) else work
+        for number, piece in enumerate(pieces):
+            if number:
+                self.next()
+            with self.stream:
+                piece()
+            self._last = self.stream.record_event()
+        if not pieces:
+            self._last = self.stream.record_event()
+        assert self._last is not None
+        return self._last
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+
 class ImmediateLanes(Lanes):
     """No accelerator: work runs at once, so every mark has passed when it is made."""
 
@@ -352,13 +418,13 @@ class ImmediateLanes(Lanes):
     def submit(
         self,
         lane: Lane,
-        work: Callable[[], None],
+        work: Work,
         *,
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
         writes: Buffers = (),
     ) -> Mark:
-        work()
+        run_all(work)
         return None
 
     def submit_on_host(
@@ -398,6 +464,12 @@ class ImmediateLanes(Lanes):
 
     def elapsed_ms(self, start: float, stop: float) -> float:
         return (stop - start) * 1e3
+
+
+def run_all(work: Work) -> None:
+    """Do `work` now."""
+    for piece in (work,) if callable(work) else work:
+        piece()
 
 
 def _event(mark: Mark | None) -> torch.Event | None:

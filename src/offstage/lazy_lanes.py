@@ -10,14 +10,14 @@ must be caught.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from offstage.happens_before import HOST, Clock, Clocks, HappensBefore
 from offstage.host_threads import Slice
-from offstage.lanes import UNORDERED, Buffers, Lane, Lanes
+from offstage.lanes import UNORDERED, Buffers, Lane, Lanes, Work, run_all
 
 _POISON_BYTE = 0xA5
 _CALLER = Lane.CALLER.value
@@ -28,7 +28,7 @@ class _Work:
     """One piece of work and its mark: later work that names it comes after it."""
 
     lane: Lane
-    run: Callable[[], None]
+    run: Work
     before: list[_Work]
     clock: Clock
     done: bool = False
@@ -67,7 +67,7 @@ class LazyLanes(Lanes):
     def submit(
         self,
         lane: Lane,
-        work: Callable[[], None],
+        work: Work,
         *,
         after: Mapping[str, _Work | None],
         reads: Buffers = (),
@@ -167,7 +167,7 @@ class LazyLanes(Lanes):
     def _run(self, item: _Work) -> None:
         self._pending.remove(item)
         work, item.run, item.before, item.done = item.run, _nothing, [], True  # what it kept alive may go
-        work()
+        run_all(work)
 
 
 def _nothing() -> None:

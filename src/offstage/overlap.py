@@ -284,8 +284,10 @@ class Overlap:
             return
         self._notice_end()
         turn = optimizer.turn_of(held)
+        assert engine.lanes is not None
         engine.prepare()
-        engine.take([turn], to_spare=optimizer.speculation.active)
+        with engine.lanes.patiently():
+            engine.take([turn], to_spare=optimizer.speculation.active)
         gradient, param.grad = param.grad, DroppedGradient(param, held.name)
         self.updated[param] = held
         if turn.group_number not in self._used_options:
@@ -294,7 +296,8 @@ class Overlap:
             assert gradient is not None
             self.gradients[param] = gradient
         torch.autograd.graph.increment_version([param])
-        engine.advance(held)
+        with engine.lanes.patiently():
+            engine.advance(held)
         if not optimizer.speculation.active:
             self._bound_gradients(held)
 

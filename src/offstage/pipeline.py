@@ -19,13 +19,13 @@ late leave from there.
 from __future__ import annotations
 
 import enum
-import functools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from offstage.copies import copy_work
 from offstage.host_memory import Arena
 from offstage.lanes import Lane, Lanes, Mark
 from offstage.layout import Chunk, Layout, Piece
@@ -42,6 +42,8 @@ class ChunkState(enum.Enum):
     STAGED = "staged"
     UPDATING = "updating"
     STORING = "storing"
+
+    __hash__ = object.__hash__  # looked up at every turn of every trip; enum's own is slow
 
 
 _NEXT = {
@@ -120,6 +122,20 @@ class Slot:
 
     buffer: torch.Tensor
     free: Mark
+    views: dict[tuple[tuple[str, torch.dtype, int], ...], dict[str, torch.Tensor]] = field(default_factory=dict)
+    """How the buffer is divided among the keys of a chunk: most chunks are of one size."""
+
+    def staged(self, trip: Trip) -> dict[str, torch.Tensor]:
+        """Each key's part: the keys lie one behind the other, aligned as in the arenas."""
+        layout, arenas = trip.host.layout, trip.host.arenas
+        sizes = tuple((key, arenas[key].dtype, stop - start) for key, (start, stop) in trip.chunk.ranges.items())
+        if sizes not in self.views:
+            offset, views = 0, {}
+            for key, dtype, length in sizes:
+                views[key] = self.buffer[offset : offset + length * dtype.itemsize].view(dtype)
+                offset += layout.padded(length) * dtype.itemsize
+            self.views[sizes] = views
+        return self.views[sizes]
 
 
 @dataclass(eq=False)
@@ -209,14 +225,14 @@ class Pipeline:
         for _ in range(_MEASURED_COPIES):
             self.lanes.submit(
                 Lane.FETCH,
-                functools.partial(_copy_in, there.copies),
+                copy_work((device, host) for host, device in there.copies),
                 after={},
                 reads=[host for host, _ in there.copies],
                 writes=[device for _, device in there.copies],
             )
             self.lanes.submit(
                 Lane.STORE,
-                functools.partial(_copy_out, back.copies),
+                copy_work(back.copies),
                 after={},
                 reads=[device for _, device in back.copies],
                 writes=[host for host, _ in back.copies],
@@ -286,7 +302,7 @@ class Pipeline:
         """ASIDE → STAGED."""
         self.ring.advance(trip.key, ChunkState.FETCHING)
         slot = self._slots[self.ring.slot_of[trip.key]]
-        trip.staged = _staged(trip, slot.buffer)
+        trip.staged = slot.staged(trip)
         self._copy_in(trip, free=slot.free)
         self.ring.advance(trip.key, ChunkState.STAGED)
 
@@ -294,7 +310,7 @@ class Pipeline:
         trip.copies = _copies(trip, trip.host.arenas)
         trip.fetched = self.lanes.submit(
             Lane.FETCH,
-            functools.partial(_copy_in, trip.copies),
+            copy_work((device, host) for host, device in trip.copies),
             after={
                 "fetch: the slot is free": free,
                 "fetch: the chunk's last store is done": trip.host.stored.get(trip.chunk.number),
@@ -330,7 +346,7 @@ class Pipeline:
         target = trip.host.spare if trip.to_spare else trip.host.arenas
         stored = self.lanes.submit(
             Lane.STORE,
-            functools.partial(_copy_out, copies),
+            copy_work(copies),
             after={
                 "store: the state is updated": trip.updated,
                 "store: the snapshot has its copy": trip.host.preserve(trip.chunk, target, self.lanes),
@@ -369,26 +385,6 @@ class Pipeline:
         for slot in self._slots.values():
             self.lanes.release(slot.buffer, slot.free, "close: the slot's last store is done")
         self._slots.clear()
-
-
-def _staged(trip: Trip, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Each key's part of a slot: the keys lie one behind the other, aligned as in the arenas."""
-    views, offset = {}, 0
-    for key, (start, stop) in trip.chunk.ranges.items():
-        dtype = trip.host.arenas[key].dtype
-        views[key] = buffer[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
-        offset += trip.host.layout.padded(stop - start) * dtype.itemsize
-    return views
-
-
-def _copy_in(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for host, device in copies:
-        device.copy_(host, non_blocking=True)
-
-
-def _copy_out(copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for host, device in copies:
-        host.copy_(device, non_blocking=True)
 
 
 def _copies(trip: Trip, arenas: Mapping[str, Arena]) -> list[tuple[torch.Tensor, torch.Tensor]]:

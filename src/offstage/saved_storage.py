@@ -15,12 +15,12 @@ Who touches what, and which mark separates them:
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offstage.copies import copy_work
 from offstage.errors import OffstageError
 from offstage.host_pool import Range
 from offstage.lanes import Lane, Mark
@@ -71,7 +71,7 @@ class SavedStorage:
         lanes.touch(writes=[source])
         self._left = lanes.submit(
             Lane.STORE,
-            functools.partial(_copy, taken.tensor, source),
+            copy_work([(taken.tensor, source)]),
             after={"leave: the tensor is made": lanes.mark()},
             reads=[source],
             writes=[taken.tensor],
@@ -112,7 +112,7 @@ class SavedStorage:
         lanes.touch(writes=[target])
         self._returned = lanes.submit(
             Lane.FETCH,
-            functools.partial(_copy, target, taken.tensor),
+            copy_work([(target, taken.tensor)]),
             after={"return: the memory is free": lanes.mark()},  # and behind `left`, which the caller has waited for
             reads=[taken.tensor],
             writes=[target],
@@ -162,7 +162,3 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return made.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[no-any-return]
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source, non_blocking=True)
