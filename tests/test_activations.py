@@ -397,7 +397,7 @@ def test_random_graphs(operations, late):
 BAD = [
     ({"layers": 5}, "the model has 5 layers"),
     ({"layers": -1}, "at least 0"),
-    ({"layers": "some"}, "number of layers or a list"),
+    ({"layers": "some"}, "number of layers, a list"),
     ({"layers": [nn.Linear(2, 2)]}, "not part of the model"),
     ({"fraction": 1.5}, "from 0 to 1"),
     ({"keep_last": -1}, "at least 0"),

@@ -62,6 +62,9 @@ class ThreadedLanes(AcceleratorLanes):
     def peak_bytes(self) -> int:
         return 0
 
+    def allocated_bytes(self) -> None:
+        return None
+
     def free_bytes(self) -> int:
         return 0
 

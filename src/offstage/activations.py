@@ -24,14 +24,22 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from offstage.config import ActivationConfig
-from offstage.errors import ConfigError, OffstageError
-from offstage.host_pool import HostPool
+from offstage.activation_learning import Learner
+from offstage.activation_plan import ActivationPlan, Choice, spread
+from offstage.activation_receipt import ActivationReceipt
+from offstage.config import ActivationConfig, format_size
+from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
+from offstage.host_pool import HostPool, measure_link
+from offstage.host_weights import HostWeights
 from offstage.lanes import Lanes, lanes_for
 from offstage.saved_storage import Saved, SavedStorage
 
 logger = logging.getLogger("offstage")
+
+_IDLE_PASSES = 3
+"""Forwards after which something must have moved."""
 
 
 def offload_activations(
@@ -57,17 +65,19 @@ def offload_activations(
 class Visit:
     """One call of a layer in one forward, and what was saved in it."""
 
-    def __init__(self, number: int, chosen: bool) -> None:
-        self.number, self.chosen = number, chosen
+    def __init__(self, layer: int, choice: Choice) -> None:
+        self.layer, self.choice = layer, choice
         self.away: list[weakref.ref[SavedStorage]] = []
+        self.away_bytes = 0
         self.before: Visit | None = None
-        """The chosen visit before this one: backward needs it next."""
+        """The visit before this one that has tensors away: backward needs it next."""
 
 
 class _Pass:
     """One forward of the model. Several may wait for their backward at once: micro-batches of a pipeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Sequence[Choice]) -> None:
+        self.choices = choices
         self.seen_bytes = 0
         """Saved by chosen layers so far."""
         self.left_bytes = 0
@@ -75,6 +85,7 @@ class _Pass:
         self.current: Visit | None = None
         self.last: Visit | None = None
         self.leaving: deque[Visit] = deque()
+        self.leaving_bytes = 0
         self.unclaimed: list[SavedStorage] = []
         self.storages: dict[int, SavedStorage] = {}
         self.weights: set[int] = set()
@@ -92,34 +103,51 @@ class ActivationOffload:
         self.bytes_stayed = 0
         """Saved by chosen layers and not worth moving, or not movable."""
         self._model = weakref.ref(model)
-        layers = layers_of(model, config.layers)
-        self._chosen, self._num_layers = _chosen(layers, config), len(layers)
+        self._layers = layers_of(model, config.layers)
+        self._choices = _choices(self._layers, config)
         self._sides: dict[torch.device, _Side] = {}
         self._reached: Visit | None = None
         """Where backward is."""
+        self._largest = 0
+        """Bytes that one visit has sent away, at most."""
         self._running = threading.local()
         """Forwards under way in each thread: a model may call itself."""
+        self._num_passes = 0
+        self._last_pass: _Pass | None = None
         self._handles: list[Any] = []
-        self._bind(model, layers)
+        self._learner = Learner(model, self._layers, config, self._link_gb_per_s) if config.layers == "auto" else None
+        self._weights = self._move_weights() if config.weights else None
+        self._bind(model)
         model._offstage_activations = weakref.ref(self)  # type: ignore[assignment]
-        logger.info("activations: %d of %d layers", len(self._chosen), len(layers))
+        logger.info("activations: %d layers", len(self._layers))
 
-    def _bind(self, model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    def _move_weights(self) -> HostWeights:
+        chosen = [layer for layer, choice in zip(self._layers, self._choices, strict=True) if choice is Choice.OFFLOAD]
+        model = self._model()
+        assert model is not None
+        return HostWeights(model, list(dict.fromkeys(chosen)), self.config)
+
+    def _bind(self, model: nn.Module) -> None:
         # Hooks know this object weakly: dropping it without remove() leaves hooks that do nothing.
         owner = weakref.ref(self)
         begin, end = functools.partial(_call, owner, "_begin"), functools.partial(_call, owner, "_end")
         self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
         self._handles.append(model.register_forward_hook(end, always_call=True))
-        for layer in dict.fromkeys(layers):
+        for layer in dict.fromkeys(self._layers):
             enter, leave = functools.partial(_call, owner, "_enter"), functools.partial(_call, owner, "_leave")
             self._handles.append(layer.register_forward_pre_hook(enter))
             self._handles.append(layer.register_forward_hook(leave, always_call=True))
+            if self._learner is not None:
+                self._handles.append(_Recomputing(layer, owner))
 
     def remove(self) -> None:
         """Take the hooks off and give host memory back, after the last copy. Forwards that wait for backward go on."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
         model = self._model()
         if model is not None:
             model._offstage_activations = None  # type: ignore[assignment]
@@ -132,8 +160,30 @@ class ActivationOffload:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory of the pool."""
-        return sum(side.pool.nbytes for side in self._sides.values())
+        """Host memory of the pool, and of weights."""
+        return sum(side.pool.nbytes for side in self._sides.values()) + (
+            self._weights.host_bytes if self._weights is not None else 0
+        )
+
+    @property
+    def plan(self) -> ActivationPlan | None:
+        """What `layers="auto"` has decided, and why; `None` until it has."""
+        return self._learner.plan if self._learner is not None else None
+
+    def receipt(self) -> ActivationReceipt:
+        """What was really moved."""
+        last, weights = self._last_pass, self._weights
+        return ActivationReceipt(
+            passes=self._num_passes,
+            bytes_left=last.left_bytes if last is not None else 0,
+            bytes_stayed=last.seen_bytes - last.left_bytes if last is not None else 0,
+            total_bytes_left=self.bytes_left,
+            total_bytes_returned=self.bytes_returned,
+            weight_bytes_fetched=weights.bytes_fetched if weights is not None else 0,
+            gradient_bytes_stored=weights.bytes_stored if weights is not None else 0,
+            host_bytes=self.host_bytes,
+            plan=self.plan,
+        )
 
     # Forward
 
@@ -145,57 +195,100 @@ class ActivationOffload:
 
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
-        started = _Pass()
+        started = _Pass(self._choices)
         self._passes.append((started, None))  # first: whatever raises below, `_end` is called
-        if not torch.is_grad_enabled():
+        if self._weights is not None:
+            self._weights.begin()
+        if not torch.is_grad_enabled() or not self.config.activations or _recomputes():
             return
+        self._check_working()
         for side in self._sides.values():
             side.bury()
-            if side.lanes.capturing():
-                raise OffstageError(
-                    "A graph is being captured, and activations are offloaded: its replays would copy from and to host "
-                    "memory that is used for something else by then. Capture the model without offload_activations()."
-                )
+            _refuse_capture(side.lanes)
+        if self._learner is not None:
+            self._learner.begin_pass(self._any_lanes())
+            started.choices = self._choices = self._learner.choices()
         model = self._model()
         assert model is not None
         started.weights = _storages(model)
         hooks = torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, started), self._unpack)
         hooks.__enter__()
         self._passes[-1] = (started, hooks)
+        self._num_passes += 1
 
     def _end(self, *_: Any) -> None:
         """It ends, or has raised."""
         started, hooks = self._passes.pop()
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
+        if self._weights is not None:
+            self._weights.end()
+        if hooks is None:
+            return
+        hooks.__exit__(None, None, None)
         started.unclaimed.clear()
         started.storages.clear()
         started.current = None
+        self._last_pass = started
+
+    def _check_working(self) -> None:
+        """Enabled and idle is an error: nobody should find out after a week."""
+        wanted = any(choice is not Choice.KEEP for choice in self._choices) and self.config.fraction > 0
+        if self._num_passes != _IDLE_PASSES or self.bytes_left or not wanted or self._learner is not None:
+            return
+        last = self._last_pass
+        assert last is not None
+        why = (
+            f"what they save is smaller than min_bytes={format_size(int(self.config.min_bytes))}. Lower min_bytes"
+            if last.visits
+            else "the forward of none of them was seen. Compile layers with torch.compile(layer) instead of "
+            "layer.compile(), or name the modules that run, as in layers=[...]"
+        )
+        raise OffloadIneffectiveError(
+            f"offload_activations() has moved nothing in {_IDLE_PASSES} forwards of {len(self._layers)} layers: {why}, "
+            "or leave out offload_activations()."
+        )
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
-        if not self._passes or self._passes[-1][1] is None:
-            return  # evaluation, or a layer that runs again in backward for a checkpoint
-        started = self._passes[-1][0]
+        if not self._passes:
+            if self._weights is not None:
+                self._weights.enter(module)  # a layer that runs again in backward for a checkpoint, or on its own
+            return
+        started, hooks = self._passes[-1]
+        if self._weights is not None:
+            self._weights.enter(module)
+        if hooks is None:
+            return  # evaluation
+        _refuse_other_hooks(module)
         started.weights |= _storages(module)  # FSDP2 has gathered them just now
         # By the order of calls: a layer that is called several times is several.
-        visit = Visit(started.visits, started.visits % self._num_layers in self._chosen)
+        number = started.visits % len(self._layers)
+        visit = Visit(number, started.choices[number])
         started.visits += 1
         started.current = visit
         unclaimed, started.unclaimed = started.unclaimed, []
         for storage in unclaimed:
             self._claim(started, visit, storage)
+        if self._learner is not None:
+            self._learner.enter(number, self._any_lanes())
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
+        if self._weights is not None:
+            self._weights.leave(module, output)
         if not self._passes or self._passes[-1][1] is None:
             return
         started = self._passes[-1][0]
         visit, started.current = started.current, None
+        if visit is not None and self._learner is not None:
+            self._learner.leave(visit.layer, self._any_lanes())
         if visit is None or not visit.away:
             return
         visit.before, started.last = started.last, visit
         started.leaving.append(visit)
-        while len(started.leaving) > self.config.prefetch:
-            for reference in started.leaving.popleft().away:
+        started.leaving_bytes += visit.away_bytes
+        self._largest = max(self._largest, visit.away_bytes)
+        while started.leaving_bytes - started.leaving[0].away_bytes >= self._in_between:
+            oldest = started.leaving.popleft()
+            started.leaving_bytes -= oldest.away_bytes
+            for reference in oldest.away:
                 if (storage := reference()) is not None:
                     storage.let_go()
 
@@ -208,23 +301,27 @@ class ActivationOffload:
         storage = started.storages.get(handle)
         if storage is None or not storage.holds(tensor):
             storage = started.storages[handle] = SavedStorage(side, tensor)
+        saved = storage.saved(tensor)
+        if not storage.is_claimed and storage.is_worth_it:
+            storage.is_claimed = True
             if started.current is not None:
                 self._claim(started, started.current, storage)
             else:
                 started.unclaimed.append(storage)
-        return storage.saved(tensor)
+        return saved
 
     def _movable(self, started: _Pass, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
             return False  # a parameter, a DTensor, something sparse
         storage = tensor.untyped_storage()
-        if storage.nbytes() < int(self.config.min_bytes) or storage._cdata in started.weights:
-            return False
-        return 2 * tensor.nbytes >= storage.nbytes() or 0 in tensor.stride()  # not for a small part of something large
+        return storage.nbytes() >= int(self.config.min_bytes) and storage._cdata not in started.weights
 
     def _claim(self, started: _Pass, visit: Visit, storage: SavedStorage) -> None:
         """`storage` was saved by `visit`: it leaves, or it stays."""
-        if not visit.chosen:
+        if self._learner is not None:
+            self._learner.saved(visit.layer, storage.nbytes)
+        storage.visit = visit
+        if visit.choice is Choice.KEEP:
             return
         started.seen_bytes += storage.nbytes
         # Over the whole forward: a tensor that is larger than a layer's share leaves when enough layers had theirs.
@@ -234,34 +331,74 @@ class ActivationOffload:
         storage.leave(visit)
         started.left_bytes += storage.nbytes
         visit.away.append(weakref.ref(storage))
+        visit.away_bytes += storage.nbytes
         self.bytes_left += storage.nbytes
+
+    @property
+    def _in_between(self) -> float:
+        """How many bytes may be on their way beside those of the visit in question: `prefetch` visits' worth.
+
+        By bytes: the inputs of layers that are recomputed are small, and must not push a whole layer's tensors out.
+        """
+        return (self.config.prefetch - 0.5) * self._largest
 
     def _side(self, device: torch.device) -> _Side:
         if device not in self._sides:
-            self._sides[device] = _Side(device, self.config)
+            self._sides[device] = side = _Side(device, self.config)
+            _refuse_capture(side.lanes)
         return self._sides[device]
+
+    def _any_lanes(self) -> Lanes | None:
+        return next((side.lanes for side in self._sides.values()), None)
+
+    def _link_gb_per_s(self) -> float:
+        return next(iter(self._sides.values())).link_gb_per_s
 
     # Backward
 
     def _unpack(self, kept: Any) -> torch.Tensor:
         if not isinstance(kept, Saved):
             return kept  # type: ignore[no-any-return]
-        visit = kept.storage.visit
-        if visit is not None and visit is not self._reached:
+        visit, side = kept.storage.visit, kept.storage.side
+        if visit is not None and visit.away and visit is not self._reached:
             self._reached = visit
-            kept.storage.side.bury()
+            side.bury()
             self._send_for(visit)
+        if self._learner is not None:
+            self._learner.in_backward(None if visit is None else visit.layer, side.lanes, side.here_bytes)
         return kept.tensor()
 
     def _send_for(self, visit: Visit | None) -> None:
         """Backward has come to `visit`: its tensors, and those of the visits that come next, return."""
-        for _ in range(1 + self.config.prefetch):
-            if visit is None:
-                return
+        ahead = -visit.away_bytes if visit is not None else 0
+        while visit is not None and ahead < self._in_between:
             for reference in reversed(visit.away):
                 if (storage := reference()) is not None and storage.come_back():
                     self.bytes_returned += storage.nbytes
+            ahead += visit.away_bytes
             visit = visit.before
+
+
+class _Recomputing:
+    """A layer's own forward, run again in backward where that is its choice."""
+
+    def __init__(self, layer: nn.Module, owner: weakref.ref[ActivationOffload]) -> None:
+        self._layer, self._was_set = layer, "forward" in vars(layer)
+        self._forward, self._owner = layer.forward, owner
+        layer.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        offload = self._owner()
+        visit = offload._passes[-1][0].current if offload is not None and offload._passes else None
+        if visit is None or visit.choice is not Choice.RECOMPUTE or not torch.is_grad_enabled():
+            return self._forward(*arguments, **keywords)
+        return checkpoint(self._forward, *arguments, use_reentrant=False, **keywords)
+
+    def remove(self) -> None:
+        if self._was_set:
+            self._layer.forward = self._forward  # type: ignore[method-assign]
+        else:
+            del self._layer.forward
 
 
 class _Side:
@@ -270,7 +407,17 @@ class _Side:
     def __init__(self, device: torch.device, config: ActivationConfig) -> None:
         self.lanes: Lanes = lanes_for(device)
         self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
+        self.here_bytes = 0
+        """Of saved tensors that are on the device."""
+        self._link: float | None = None
         self._dead: deque[Any] = deque()
+
+    @property
+    def link_gb_per_s(self) -> float:
+        """What the link carries each way, with both directions busy. Measured the first time."""
+        if self._link is None:
+            self._link = measure_link(self.lanes, self.pool)
+        return self._link
 
     def lay_out(self, remains: Any) -> None:
         """What a storage that nobody needs has left. Called by the garbage collector: nothing else may be done."""
@@ -318,16 +465,59 @@ def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
     return list(max(lists, key=len))
 
 
-def _chosen(layers: Sequence[nn.Module], config: ActivationConfig) -> frozenset[int]:
-    """The numbers of the layers whose tensors leave, spread evenly: the link is busy all through forward."""
-    if isinstance(config.layers, Sequence):
-        return frozenset(range(len(layers)))
+def _choices(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[Choice, ...]:
+    """What each layer does, as far as the configuration says it."""
+    if isinstance(config.layers, Sequence) and not isinstance(config.layers, str):
+        return (Choice.OFFLOAD,) * len(layers)
     movable = max(0, len(layers) - config.keep_last)
-    count = movable if config.layers is None else config.layers
-    if count >= len(layers) and config.layers is not None:
+    count = config.layers if isinstance(config.layers, int) else movable
+    if count >= len(layers) and isinstance(config.layers, int):
         raise ConfigError(
             f"layers={count}: the model has {len(layers)} layers, and backward needs the last one at once; expected a "
             f"number from 0 to {len(layers) - 1}. Leave it out for all but the last."
         )
-    count = min(count, movable)
-    return frozenset(number * movable // count for number in range(count)) if count else frozenset()
+    away = spread(min(count, movable), movable)
+    return tuple(Choice.OFFLOAD if number in away else Choice.KEEP for number in range(len(layers)))
+
+
+def _refuse_capture(lanes: Lanes) -> None:
+    if lanes.capturing():
+        raise OffstageError(
+            "A graph is being captured, and activations are offloaded: its replays would copy from and to host memory "
+            "that is used for something else by then. Capture the model without offload_activations()."
+        )
+
+
+def _top_hooks() -> str | None:
+    """The name of the saved-tensor hook that autograd would call now, unless it is ours."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if top is None else top[0]
+    if pack is None or getattr(getattr(pack, "func", None), "__func__", None) is ActivationOffload._pack:
+        return None
+    return str(getattr(pack, "__qualname__", type(pack).__qualname__))
+
+
+def _recomputes() -> bool:
+    """Whether all of this forward is checkpointed: then it saves nothing now, and is run again in backward."""
+    name = _top_hooks()
+    if name is None or _is_checkpoint(name):
+        return name is not None
+    raise _other_hooks(name, "around the model's forward")
+
+
+def _refuse_other_hooks(module: nn.Module) -> None:
+    name = _top_hooks()
+    if name is not None and not _is_checkpoint(name):
+        raise _other_hooks(name, f"around a {type(module).__name__}")
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
+
+
+def _other_hooks(name: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"Other saved-tensor hooks ({name.split('.')[0]}) are active {where}, and would take the same tensors as "
+        "offload_activations(); expected one of the two. Take off save_on_cpu() or the other library's offload, or "
+        "leave out offload_activations()."
+    )

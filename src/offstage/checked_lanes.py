@@ -44,9 +44,10 @@ class CheckedLanes(Lanes):
         after: Mapping[str, _Moment | None],
         reads: Buffers = (),
         writes: Buffers = (),
+        can_wait: bool = False,
     ) -> _Moment:
         marks, clock = self._checked(lane, after, reads, writes)
-        return self._inner.submit(lane, work, after=marks), clock
+        return self._inner.submit(lane, work, after=marks, can_wait=can_wait), clock
 
     def submit_on_host(
         self,
@@ -130,6 +131,12 @@ class CheckedLanes(Lanes):
 
     def follow(self, place: Place) -> None:
         self._inner.follow(place)
+
+    def allocated_bytes(self) -> int | None:
+        return self._inner.allocated_bytes()
+
+    def announce(self, mark: _Moment) -> None:
+        self._inner.announce(mark[0])
 
     def peak_bytes(self) -> int:
         return self._inner.peak_bytes()

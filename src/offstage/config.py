@@ -285,8 +285,9 @@ def _is_share(value: object) -> bool:
 class ActivationConfig:
     """Which saved tensors leave the device between forward and backward, and how early they return."""
 
-    layers: int | Sequence[nn.Module] | None = None
-    """How many layers' tensors leave, spread over the model; or the layers themselves. `None`: all but `keep_last`."""
+    layers: int | Sequence[nn.Module] | Literal["auto"] | None = None
+    """How many layers' tensors leave, spread over the model; or the layers themselves. `None`: all but `keep_last`.
+    `"auto"`: each layer keeps, offloads or recomputes, whatever fits `device_peak` at the least cost."""
     fraction: float = 1.0
     """The share of the chosen layers' saved bytes that leaves."""
     min_bytes: int | str = "1MiB"
@@ -295,8 +296,14 @@ class ActivationConfig:
     """The last layers, whose tensors stay because backward needs them at once. Not used where layers are named."""
     prefetch: int = 1
     """How many layers ahead tensors return in backward, and how many may be leaving at once; 1 is double buffering."""
+    activations: bool = True
+    """Saved tensors leave."""
+    weights: bool = False
+    """The layers' parameters live on the host, too, and come to the device for their forward and their backward."""
     host_budget: int | str | None = None
     """The most host memory to use for it."""
+    device_peak: int | str | None = None
+    """The most device memory that the whole process may take, for `layers="auto"`."""
 
     @classmethod
     def build(cls, config: ActivationConfig | None, overrides: Mapping[str, Any]) -> ActivationConfig:
@@ -304,11 +311,23 @@ class ActivationConfig:
         return _built(cls, config, overrides, "offload_activations(model, fraction=0.5)")
 
     def __post_init__(self) -> None:
-        for name in ("min_bytes", "host_budget"):
+        for name in ("min_bytes", "host_budget", "device_peak"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
-        if isinstance(self.layers, (bool, str)):
-            raise ConfigError(f"layers expects a number of layers or a list of modules; found {self.layers!r}.")
+        if isinstance(self.layers, bool) or (isinstance(self.layers, str) and self.layers != "auto"):
+            raise ConfigError(
+                f"layers expects a number of layers, a list of modules, or 'auto'; found {self.layers!r}. Leave it out "
+                "for all but keep_last."
+            )
+        for name in ("activations", "weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} expects True or False; found {getattr(self, name)!r}.")
+        if not self.activations and not self.weights:
+            raise ConfigError(
+                "activations=False and weights=False leave nothing that could go; expected one of them. Leave out "
+                "offload_activations() instead."
+            )
+        self._check_auto()
         if isinstance(self.layers, int) and self.layers < 0:
             raise ConfigError(f"layers expects a number of at least 0; found {self.layers}. Leave it out for all.")
         if self.fraction is None or not _is_share(self.fraction):
@@ -317,3 +336,20 @@ class ActivationConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} expects a number of layers, at least {least}; found {value!r}.")
+
+    def _check_auto(self) -> None:
+        if self.layers == "auto" and self.device_peak is None:
+            raise ConfigError(
+                "layers='auto' fits the model into device_peak; expected both, found no device_peak. Give "
+                "device_peak='40GiB' (what the whole process may take), or say how many layers."
+            )
+        if self.layers != "auto" and self.device_peak is not None:
+            raise ConfigError(
+                f"device_peak={format_size(int(self.device_peak))} is what layers='auto' plans for; found "
+                "layers without it. Add layers='auto', or leave device_peak out."
+            )
+        if self.layers == "auto" and (self.fraction != 1.0 or not self.activations):
+            raise ConfigError(
+                "layers='auto' decides itself how much leaves, which contradicts fraction and activations=False. Leave "
+                "them out, or say how many layers."
+            )

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 import torch
 
 from offstage.config import format_size
+from offstage.copies import copy_work
 from offstage.errors import HostMemoryError
 from offstage.host_memory import Arena, check_host_memory
+from offstage.lanes import Lane, Lanes
 
 _ALIGN = 256
+_MEASURED_BYTES, _MEASURED_TIMES = 32 * 1024 * 1024, 4
 _SMALLEST_SLAB, _LARGEST_SLAB = 1024 * 1024, 512 * 1024 * 1024
 
 
@@ -101,3 +104,39 @@ class HostPool:
         for slab in self._slabs:
             slab.arena.close()
         self._slabs.clear()
+
+
+def measure_link(lanes: Lanes, pool: HostPool) -> float:
+    """GB/s each way, with both directions busy: a few copies, for which the host waits."""
+    down, up = pool.take(_MEASURED_BYTES), pool.take(_MEASURED_BYTES)
+    memory = torch.empty(2, _MEASURED_BYTES, dtype=torch.uint8, device=lanes.device)
+    ready = lanes.mark()
+    lanes.touch(writes=[memory])
+
+    def both_ways(times: int) -> None:
+        for _ in range(times):
+            stored = lanes.submit(
+                Lane.STORE,
+                copy_work([(down.tensor, memory[0])]),
+                after={"measure: the memory is free": ready},
+                reads=[memory[0]],
+                writes=[down.tensor],
+            )
+            fetched = lanes.submit(
+                Lane.FETCH,
+                copy_work([(memory[1], up.tensor)]),
+                after={"measure: the memory is free": ready},
+                reads=[up.tensor],
+                writes=[memory[1]],
+            )
+        for mark in (stored, fetched):
+            lanes.wait(mark, "measure: the copies are done")
+
+    both_ways(1)  # the first time is slower
+    start = lanes.stamp(Lane.CALLER)
+    both_ways(_MEASURED_TIMES)
+    milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
+    lanes.touch(writes=[memory])
+    pool.give_back(down)
+    pool.give_back(up)
+    return _MEASURED_TIMES * _MEASURED_BYTES / milliseconds / 1e6

@@ -61,6 +61,9 @@ _TAKES_TURNS = (Lane.FETCH, Lane.STORE)
 UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
 """Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
 
+_urgent: dict[torch.device, Mark] = {}
+"""For each device the last copy that was announced: activations and state have lanes of their own, and one link."""
+
 
 class Lanes(ABC):
     """The lanes of one device."""
@@ -80,8 +83,12 @@ class Lanes(ABC):
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
         writes: Buffers = (),
+        can_wait: bool = False,
     ) -> Mark:
-        """Queue `work` on `lane` behind the marks in `after` (reason → mark; `None` is nothing to wait for)."""
+        """Queue `work` on `lane` behind the marks in `after` (reason → mark; `None` is nothing to wait for).
+
+        `can_wait`: copies that were announced as urgent go first. That is a matter of time only: nobody may rely on it.
+        """
 
     @abstractmethod
     def submit_on_host(
@@ -162,6 +169,13 @@ class Lanes(ABC):
         """What this process could still allocate on the device."""
         return 0
 
+    def allocated_bytes(self) -> int | None:
+        """What the whole process has allocated on the device; `None` where nobody counts."""
+        return None
+
+    def announce(self, mark: Mark) -> None:  # noqa: B027
+        """`mark` is of a copy that backward is about to wait for: copies that `can_wait` go behind it."""
+
     @abstractmethod
     def stamp(self, lane: Lane) -> Any:
         """A moment in `lane`, for `elapsed_ms`."""
@@ -203,12 +217,13 @@ class AcceleratorLanes(Lanes):
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
         writes: Buffers = (),
+        can_wait: bool = False,
     ) -> Mark:
         last = None if lane in UNORDERED else self._last.get(lane)
         if last is not None and last.is_over:
             last.mark()  # a lane whose work has failed stays so: whoever waits for its last mark must hear of it
             last = self._last.pop(lane)
-        marks = [last, *after.values()]
+        marks = [last, *after.values(), _urgent.get(self.device) if can_wait else None]
         promises = [mark for mark in marks if isinstance(mark, Promise) and not mark.is_over]
         if not promises and self._is_full(lane):
             if self._patient:
@@ -307,6 +322,12 @@ class AcceleratorLanes(Lanes):
 
     def peak_bytes(self) -> int:
         return int(torch.accelerator.max_memory_allocated(self.device.index))
+
+    def allocated_bytes(self) -> int | None:
+        return int(torch.accelerator.memory_allocated(self.device.index))
+
+    def announce(self, mark: Mark) -> None:
+        _urgent[self.device] = mark
 
     def free_bytes(self) -> int:
         return device_free_bytes(self.device)
@@ -423,6 +444,7 @@ class ImmediateLanes(Lanes):
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
         writes: Buffers = (),
+        can_wait: bool = False,
     ) -> Mark:
         run_all(work)
         return None

@@ -317,6 +317,7 @@ class Pipeline:
             },
             reads=[host for host, _ in trip.copies],
             writes=[device for _, device in trip.copies],
+            can_wait=True,
         )
         self.bytes_fetched += sum(host.nbytes for host, _ in trip.copies)
 

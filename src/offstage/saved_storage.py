@@ -49,6 +49,10 @@ class SavedStorage:
         """What is on the device is a copy that returned."""
         self._saved = 0
         self._used = 0
+        self._seen_bytes = 0
+        self.is_claimed = False
+        """It was decided whether it leaves."""
+        side.here_bytes += self.nbytes
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor`, whose storage has the same address, is of this one and has the values that were saved."""
@@ -58,7 +62,13 @@ class SavedStorage:
     def saved(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps in place of `tensor`."""
         self._saved += 1
+        self._seen_bytes += self.nbytes if 0 in tensor.stride() else tensor.nbytes
         return Saved(self, tensor)
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Not for a small part of something large; but parts of one storage may be saved one after the other."""
+        return 2 * self._seen_bytes >= self.nbytes
 
     # Leaving
 
@@ -86,6 +96,7 @@ class SavedStorage:
         lanes.wait(self._left, "leave: the tensor has left")
         lanes.touch(writes=[self._bytes])
         self._bytes = self._seen = None
+        self.side.here_bytes -= self.nbytes
 
     def _check_unchanged(self) -> None:
         if self._seen is not None and self._seen._version != self._version:
@@ -108,6 +119,7 @@ class SavedStorage:
         lanes, taken = self.side.lanes, self._range
         assert taken is not None
         self._is_back = True
+        self.side.here_bytes += self.nbytes
         self._bytes = target = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         lanes.touch(writes=[target])
         self._returned = lanes.submit(
@@ -117,6 +129,7 @@ class SavedStorage:
             reads=[taken.tensor],
             writes=[target],
         )
+        lanes.announce(self._returned)
         return True
 
     def bytes_for_backward(self) -> torch.Tensor:
@@ -132,9 +145,12 @@ class SavedStorage:
             self._used += 1
             if self._used >= self._saved:  # every view has been asked for once: a second backward fetches it again
                 self._bytes, self._is_back, self._used = None, False, 0
+                self.side.here_bytes -= self.nbytes
         return found
 
     def __del__(self) -> None:
+        if getattr(self, "_bytes", None) is not None:
+            self.side.here_bytes -= self.nbytes
         if getattr(self, "_range", None) is not None:
             after = self._left if self._returned is None else self._returned
             self.side.lay_out((self._range, after, self._bytes))

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of each layer's activations: kept, offloaded, or recomputed. Pure; asked by `activations.py`.
+
+`choose` finds the mix that fits a peak at the least cost. Keeping costs memory, recomputing costs a forward, offloading
+costs nothing as long as the link carries it while the device computes. So the link is used for what it can carry under
+forward and backward, and the rest is recomputed; more is offloaded only where even that does not fit.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from offstage.config import format_size
+from offstage.errors import ConfigError
+
+
+class Choice(enum.Enum):
+    """What a layer does with the tensors that its backward needs."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"  # its inputs leave
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """One layer, as measured in an iteration."""
+
+    forward_ms: float
+    saved_bytes: int
+    """What it saves for backward."""
+    input_bytes: int
+    """What it saves if it is recomputed."""
+    before_backward_bytes: int
+    """What the device held, at most, while this layer's backward ran, without any layer's saved tensors."""
+
+
+@dataclass(frozen=True)
+class ActivationPlan:
+    """What each layer does, and what that was predicted to take."""
+
+    choices: tuple[Choice, ...]
+    peak_bytes: int
+    added_ms: float
+    """Over keeping everything."""
+    reason: str
+
+    def count(self, choice: Choice) -> int:
+        return self.choices.count(choice)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count(Choice.KEEP)} layers keep, {self.count(Choice.OFFLOAD)} offload, "
+            f"{self.count(Choice.RECOMPUTE)} recompute: predicted peak {format_size(self.peak_bytes)}, "
+            f"{self.added_ms:.1f} ms added per iteration. {self.reason}"
+        )
+
+
+def choose(
+    layers: Sequence[LayerFacts], *, device_peak: int, link_gb_per_s: float, keep_last: int, in_flight: int = 1
+) -> ActivationPlan:
+    """The fastest mix whose predicted peak is at most `device_peak`; raises, with numbers, when none is.
+
+    `in_flight`: forwards that wait for their backward at once (micro-batches of a pipeline).
+    """
+    best: ActivationPlan | None = None
+    least: ActivationPlan | None = None
+    for choices in _mixes(len(layers), keep_last):
+        plan = _predict(layers, choices, link_gb_per_s, in_flight)
+        if least is None or plan.peak_bytes < least.peak_bytes:
+            least = plan
+        fits = plan.peak_bytes <= device_peak
+        if fits and (best is None or (plan.added_ms, plan.peak_bytes) < (best.added_ms, best.peak_bytes)):
+            best = plan
+    assert least is not None
+    if best is None:
+        raise ConfigError(
+            f"device_peak={format_size(device_peak)} is not enough: with {least.count(Choice.RECOMPUTE)} of "
+            f"{len(layers)} layers recomputed and {least.count(Choice.OFFLOAD)} offloaded the predicted peak is still "
+            f"{format_size(least.peak_bytes)}. Raise device_peak to that, use a smaller batch or sequence, or offload "
+            "the optimizer's state."
+        )
+    return best
+
+
+def _mixes(num_layers: int, keep_last: int) -> Iterator[tuple[Choice, ...]]:
+    """All numbers of offloaded and recomputed layers, spread over the model; the last `keep_last` keep."""
+    free = max(0, num_layers - keep_last)
+    for offloaded in range(free + 1):
+        away = spread(offloaded, free)
+        others = [number for number in range(free) if number not in away]
+        for recomputed in range(len(others) + 1):
+            # The first ones: what is kept is then given back early in backward, when the gradients are still to come.
+            again = set(others[:recomputed])
+            yield tuple(
+                Choice.OFFLOAD if number in away else Choice.RECOMPUTE if number in again else Choice.KEEP
+                for number in range(num_layers)
+            )
+
+
+def spread(count: int, total: int) -> frozenset[int]:
+    """`count` numbers below `total`, evenly: the link is busy all through forward, and not more."""
+    return frozenset(number * total // count for number in range(count)) if count else frozenset()
+
+
+def _predict(
+    layers: Sequence[LayerFacts], choices: Sequence[Choice], link_gb_per_s: float, in_flight: int
+) -> ActivationPlan:
+    forward_ms = sum(layer.forward_ms for layer in layers)
+    recomputed_ms = sum(layer.forward_ms for layer, choice in _of(layers, choices, Choice.RECOMPUTE))
+    moved = sum(layer.saved_bytes for layer, choice in _of(layers, choices, Choice.OFFLOAD))
+    moved += sum(layer.input_bytes for layer, choice in _of(layers, choices, Choice.RECOMPUTE))
+    copy_ms = moved / link_gb_per_s / 1e6
+    backward_ms = 2 * forward_ms + recomputed_ms
+    added_ms = recomputed_ms + max(0.0, copy_ms - forward_ms) + max(0.0, copy_ms - backward_ms)
+    peak = _peak(layers, choices, in_flight)
+    hidden = "all copies hidden" if copy_ms <= forward_ms else f"{copy_ms - forward_ms:.0f} ms of copies not hidden"
+    return ActivationPlan(
+        tuple(choices),
+        peak,
+        added_ms,
+        f"{moved / 1e9:.1f} GB each way at {link_gb_per_s:.0f} GB/s, {hidden}; {recomputed_ms:.0f} ms computed again",
+    )
+
+
+def _of(layers: Sequence[LayerFacts], choices: Sequence[Choice], wanted: Choice) -> Iterator[tuple[LayerFacts, Choice]]:
+    return ((layer, choice) for layer, choice in zip(layers, choices, strict=True) if choice is wanted)
+
+
+def _peak(layers: Sequence[LayerFacts], choices: Sequence[Choice], in_flight: int) -> int:
+    """The largest of what the device holds in each layer's backward."""
+    away = max((layer.saved_bytes for layer, _ in _of(layers, choices, Choice.OFFLOAD)), default=0)
+    inputs = max((layer.input_bytes for layer, _ in _of(layers, choices, Choice.RECOMPUTE)), default=0)
+    kept = 0
+    peak = 0
+    for layer, choice in zip(layers, choices, strict=True):
+        own = 0 if choice is Choice.KEEP else layer.saved_bytes
+        kept += layer.saved_bytes if choice is Choice.KEEP else 0
+        # One layer's tensors are on their way back while those of another are in use.
+        peak = max(peak, layer.before_backward_bytes + in_flight * kept + own + max(away, inputs))
+    return peak
