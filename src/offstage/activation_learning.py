@@ -59,6 +59,8 @@ class Learner:
     _most_bytes: int = 0
     _peak_before: int = 0
     _corrections: int = 0
+    _was_over: bool = False
+    """A plan has taken more than it may."""
     _stays: bool = False
 
     @property
@@ -194,10 +196,13 @@ class Learner:
         if not found:
             return  # no backward yet
         room = int(self.config.device_peak) - found
-        if self._corrections >= _CORRECTIONS or 0 <= room <= _CLOSE * int(self.config.device_peak):
+        # A plan that fits, after one that did not, is not changed again: the one that did not might come back.
+        enough = self._was_over or room <= _CLOSE * int(self.config.device_peak)
+        if self._corrections >= _CORRECTIONS or (room >= 0 and enough):
             self._stays = True
             return
         self._corrections += 1
+        self._was_over |= room < 0
         before, wrong = self.plan, found - self.plan.peak_bytes
         self._facts = [
             LayerFacts(one.forward_ms, one.saved_bytes, one.input_bytes, one.before_backward_bytes + wrong)
