@@ -18,7 +18,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 import offstage
 from benchmarks.common import write_row
 from offstage.host_threads import Slice
-from offstage.lanes import AcceleratorLanes, Lane, Mark, use_lanes
+from offstage.lanes import AcceleratorLanes, Lane, Mark, Work, pieces_of, use_lanes
 
 SHAPES = [(1021, 1031), (4096,), (33, 65), (2048, 512), (7,), (1,), (300_007,)]
 DELAY_CYCLES = 2_000_000  # about a millisecond
@@ -89,12 +89,10 @@ class DelayedLanes(AcceleratorLanes):
         super().__init__(device)
         self._delayed = lane
 
-    def submit(self, lane: Lane, work: Callable[[], None], **arguments: Any) -> Mark:
-        def delayed() -> None:
-            torch.cuda._sleep(DELAY_CYCLES)
-            work()
-
-        return super().submit(lane, delayed if lane is self._delayed else work, **arguments)
+    def submit(self, lane: Lane, work: Work, **arguments: Any) -> Mark:
+        if lane is self._delayed:
+            work = [functools.partial(torch.cuda._sleep, DELAY_CYCLES), *pieces_of(work)]
+        return super().submit(lane, work, **arguments)
 
     def submit_on_host(self, slices: Sequence[Slice], **arguments: Any) -> Mark:
         def delayed(piece: Slice) -> None:

@@ -62,6 +62,9 @@ class ThreadedLanes(AcceleratorLanes):
     def peak_bytes(self) -> int:
         return 0
 
+    def reset_peak(self) -> None:
+        pass
+
     def allocated_bytes(self) -> None:
         return None
 

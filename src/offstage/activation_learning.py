@@ -4,7 +4,7 @@
 In the passes that are measured every layer is recomputed, which takes the least memory of all, but one of each kind:
 its tensors leave, so that they can be counted, and its backward is looked at while it runs. Optimizers allocate in
 their first step, so the second pass counts. What the plan then really takes corrects the prediction, and it is made
-anew.
+anew. To see that, the device's peak statistics are reset before each of these passes.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ class Learner:
     _facts: list[LayerFacts] = field(default_factory=list)
     _tail_bytes: int = 0
     _most_bytes: int = 0
-    _peak_before: int = 0
     _corrections: int = 0
     _was_over: bool = False
     """A plan has taken more than it may."""
@@ -99,7 +98,7 @@ class Learner:
         self.passes += 1
         self._measured = {}
         self._most_bytes = self._tail_bytes = 0
-        self._peak_before = lanes.peak_bytes()
+        lanes.reset_peak()
 
     def enter(self, number: int, lanes: Lanes | None) -> None:
         if self.looks and lanes is not None:
@@ -191,9 +190,8 @@ class Learner:
         """The pass before ran as planned: what did it take?"""
         assert self.plan is not None
         assert self.config.device_peak is not None
-        peak = lanes.peak_bytes()
-        found = peak if peak > self._peak_before else self._most_bytes
-        if not found:
+        found = max(lanes.peak_bytes(), self._most_bytes)
+        if not self._most_bytes:
             return  # no backward yet
         room = int(self.config.device_peak) - found
         # A plan that fits, after one that did not, is not changed again: the one that did not might come back.

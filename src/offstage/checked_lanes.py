@@ -132,6 +132,9 @@ class CheckedLanes(Lanes):
     def follow(self, place: Place) -> None:
         self._inner.follow(place)
 
+    def reset_peak(self) -> None:
+        self._inner.reset_peak()
+
     def allocated_bytes(self) -> int | None:
         return self._inner.allocated_bytes()
 

@@ -165,6 +165,9 @@ class Lanes(ABC):
         """The most that the whole process has had allocated on the device so far."""
         return 0
 
+    def reset_peak(self) -> None:  # noqa: B027
+        """Let `peak_bytes` count from now on."""
+
     def free_bytes(self) -> int:
         """What this process could still allocate on the device."""
         return 0
@@ -323,6 +326,9 @@ class AcceleratorLanes(Lanes):
     def peak_bytes(self) -> int:
         return int(torch.accelerator.max_memory_allocated(self.device.index))
 
+    def reset_peak(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self.device.index)
+
     def allocated_bytes(self) -> int | None:
         return int(torch.accelerator.memory_allocated(self.device.index))
 
@@ -413,7 +419,7 @@ class _Queue:
 
     def run(self, work: Work) -> torch.Event:
         """Give `work` to the stream whose turn it is. Returns the event behind it."""
-        pieces = (work,) if callable(work) else work
+        pieces = pieces_of(work)
         for number, piece in enumerate(pieces):
             if number:
                 self.next()
@@ -488,9 +494,13 @@ class ImmediateLanes(Lanes):
         return (stop - start) * 1e3
 
 
+def pieces_of(work: Work) -> Sequence[Callable[[], None]]:
+    return (work,) if callable(work) else work
+
+
 def run_all(work: Work) -> None:
     """Do `work` now."""
-    for piece in (work,) if callable(work) else work:
+    for piece in pieces_of(work):
         piece()
 
 
