@@ -40,6 +40,7 @@ def test_public_names():
     import offstage
 
     assert set(offstage.__all__) == {
+        "ActivationConfig",
         "ConfigError",
         "Machine",
         "OffloadConfig",
@@ -53,6 +54,7 @@ def test_public_names():
         "make_plan",
         "measure_machine",
         "offload",
+        "offload_activations",
     }
     assert issubclass(offstage.ConfigError, ValueError)
     assert issubclass(offstage.ConfigError, offstage.OffstageError)

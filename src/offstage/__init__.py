@@ -2,7 +2,8 @@
 """offstage keeps training state off the accelerator until it is needed."""
 
 from offstage._version import __version__
-from offstage.config import OffloadConfig
+from offstage.activations import offload_activations
+from offstage.config import ActivationConfig, OffloadConfig
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.machine import Machine, measure_machine
 from offstage.optimizer import OffloadedOptimizer, offload
@@ -12,6 +13,7 @@ from offstage.predict import Workload
 from offstage.world import World
 
 __all__ = [
+    "ActivationConfig",
     "ConfigError",
     "Machine",
     "OffloadConfig",
@@ -25,4 +27,5 @@ __all__ = [
     "make_plan",
     "measure_machine",
     "offload",
+    "offload_activations",
 ]

@@ -7,8 +7,9 @@ copy has probably arrived. When backward reaches a layer it finds its tensors on
 for those of the layer before it. What one storage does on this way is in `saved_storage.py`; host memory comes from
 `host_pool.py`. Nothing is done while evaluating: autograd saves nothing then.
 
-[Note: whose tensor is it] A layer that is checkpointed saves only its inputs, and saves them just before it runs. So
-what is saved between two layers waits until the next one begins, and counts as that one's.
+[Note: whose tensor is it] A layer that is checkpointed saves only its inputs, just before it runs, or (reentrant
+checkpointing) just after. So what is saved between two layers waits until the next one begins, and leaves if it is an
+input of one of the two and that one is chosen.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from offstage.activation_layers import choices_of, layers_of
 from offstage.activation_learning import Learner
-from offstage.activation_plan import ActivationPlan, Choice, spread
+from offstage.activation_plan import ActivationPlan, Choice
 from offstage.activation_receipt import ActivationReceipt
 from offstage.config import ActivationConfig, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
@@ -35,6 +38,7 @@ from offstage.host_pool import HostPool, measure_link
 from offstage.host_weights import HostWeights
 from offstage.lanes import Lanes, lanes_for
 from offstage.saved_storage import Saved, SavedStorage
+from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
 logger = logging.getLogger("offstage")
 
@@ -65,8 +69,10 @@ def offload_activations(
 class Visit:
     """One call of a layer in one forward, and what was saved in it."""
 
-    def __init__(self, layer: int, choice: Choice) -> None:
+    def __init__(self, layer: int, choice: Choice, inputs: frozenset[int]) -> None:
         self.layer, self.choice = layer, choice
+        self.inputs = inputs
+        """Storages of its arguments."""
         self.away: list[weakref.ref[SavedStorage]] = []
         self.away_bytes = 0
         self.before: Visit | None = None
@@ -83,10 +89,14 @@ class _Pass:
         self.left_bytes = 0
         self.visits = 0
         self.current: Visit | None = None
+        self.previous: Visit | None = None
+        """The visit that was over last."""
         self.last: Visit | None = None
+        """The last one with tensors away."""
         self.leaving: deque[Visit] = deque()
         self.leaving_bytes = 0
-        self.unclaimed: list[SavedStorage] = []
+        self.unclaimed: dict[int, SavedStorage] = {}
+        """Saved since the last layer."""
         self.storages: dict[int, SavedStorage] = {}
         self.weights: set[int] = set()
 
@@ -104,7 +114,7 @@ class ActivationOffload:
         """Saved by chosen layers and not worth moving, or not movable."""
         self._model = weakref.ref(model)
         self._layers = layers_of(model, config.layers)
-        self._choices = _choices(self._layers, config)
+        self._choices = choices_of(self._layers, config)
         self._sides: dict[torch.device, _Side] = {}
         self._reached: Visit | None = None
         """Where backward is."""
@@ -135,7 +145,7 @@ class ActivationOffload:
         self._handles.append(model.register_forward_hook(end, always_call=True))
         for layer in dict.fromkeys(self._layers):
             enter, leave = functools.partial(_call, owner, "_enter"), functools.partial(_call, owner, "_leave")
-            self._handles.append(layer.register_forward_pre_hook(enter))
+            self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(leave, always_call=True))
             if self._learner is not None:
                 self._handles.append(_Recomputing(layer, owner))
@@ -199,7 +209,7 @@ class ActivationOffload:
         self._passes.append((started, None))  # first: whatever raises below, `_end` is called
         if self._weights is not None:
             self._weights.begin()
-        if not torch.is_grad_enabled() or not self.config.activations or _recomputes():
+        if not torch.is_grad_enabled() or not self.config.activations or is_recomputed(ActivationOffload._pack):
             return
         self._check_working()
         for side in self._sides.values():
@@ -247,7 +257,7 @@ class ActivationOffload:
             "or leave out offload_activations()."
         )
 
-    def _enter(self, module: nn.Module, *_: Any) -> None:
+    def _enter(self, module: nn.Module, *arguments: Any) -> None:
         if not self._passes:
             if self._weights is not None:
                 self._weights.enter(module)  # a layer that runs again in backward for a checkpoint, or on its own
@@ -257,16 +267,19 @@ class ActivationOffload:
             self._weights.enter(module)
         if hooks is None:
             return  # evaluation
-        _refuse_other_hooks(module)
+        refuse_other_hooks(module, ActivationOffload._pack)
         started.weights |= _storages(module)  # FSDP2 has gathered them just now
         # By the order of calls: a layer that is called several times is several.
         number = started.visits % len(self._layers)
-        visit = Visit(number, started.choices[number])
+        visit = Visit(number, started.choices[number], _inputs(arguments))
         started.visits += 1
         started.current = visit
-        unclaimed, started.unclaimed = started.unclaimed, []
-        for storage in unclaimed:
-            self._claim(started, visit, storage)
+        unclaimed, started.unclaimed = started.unclaimed, {}
+        for handle, storage in unclaimed.items():
+            for owner in (visit, started.previous):
+                if owner is not None and handle in owner.inputs:
+                    self._claim(started, visit, storage, owner.choice)
+                    break
         if self._learner is not None:
             self._learner.enter(number, self._any_lanes())
 
@@ -277,6 +290,7 @@ class ActivationOffload:
             return
         started = self._passes[-1][0]
         visit, started.current = started.current, None
+        started.previous = visit
         if visit is not None and self._learner is not None:
             self._learner.leave(visit.layer, self._any_lanes())
         if visit is None or not visit.away:
@@ -305,9 +319,9 @@ class ActivationOffload:
         if not storage.is_claimed and storage.is_worth_it:
             storage.is_claimed = True
             if started.current is not None:
-                self._claim(started, started.current, storage)
+                self._claim(started, started.current, storage, started.current.choice)
             else:
-                started.unclaimed.append(storage)
+                started.unclaimed[handle] = storage
         return saved
 
     def _movable(self, started: _Pass, tensor: torch.Tensor) -> bool:
@@ -316,12 +330,12 @@ class ActivationOffload:
         storage = tensor.untyped_storage()
         return storage.nbytes() >= int(self.config.min_bytes) and storage._cdata not in started.weights
 
-    def _claim(self, started: _Pass, visit: Visit, storage: SavedStorage) -> None:
-        """`storage` was saved by `visit`: it leaves, or it stays."""
+    def _claim(self, started: _Pass, visit: Visit, storage: SavedStorage, choice: Choice) -> None:
+        """`storage` was saved in `visit`: it leaves, or it stays."""
         if self._learner is not None:
             self._learner.saved(visit.layer, storage.nbytes)
         storage.visit = visit
-        if visit.choice is Choice.KEEP:
+        if choice is Choice.KEEP:
             return
         started.seen_bytes += storage.nbytes
         # Over the whole forward: a tensor that is larger than a layer's share leaves when enough layers had theirs.
@@ -445,39 +459,9 @@ def _storages(module: nn.Module) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in (torch.Tensor, nn.Parameter)}
 
 
-def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
-    """The model's layers: those given, or the children of its longest `ModuleList`."""
-    if isinstance(layers, Sequence) and not isinstance(layers, str):
-        known = set(model.modules())
-        for layer in layers:
-            if layer not in known:
-                raise ConfigError(
-                    f"layers names a {type(layer).__name__} that is not part of the model; expected modules of the "
-                    f"{type(model).__name__} given. Pass them as list(model.layers)."
-                )
-        return list(layers)
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    if not lists or not any(len(one) for one in lists):
-        raise ConfigError(
-            f"{type(model).__name__} has no ModuleList whose children could be its layers; expected one. Name them "
-            "yourself, as in offload_activations(model, layers=[...])."
-        )
-    return list(max(lists, key=len))
-
-
-def _choices(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[Choice, ...]:
-    """What each layer does, as far as the configuration says it."""
-    if isinstance(config.layers, Sequence) and not isinstance(config.layers, str):
-        return (Choice.OFFLOAD,) * len(layers)
-    movable = max(0, len(layers) - config.keep_last)
-    count = config.layers if isinstance(config.layers, int) else movable
-    if count >= len(layers) and isinstance(config.layers, int):
-        raise ConfigError(
-            f"layers={count}: the model has {len(layers)} layers, and backward needs the last one at once; expected a "
-            f"number from 0 to {len(layers) - 1}. Leave it out for all but the last."
-        )
-    away = spread(min(count, movable), movable)
-    return tuple(Choice.OFFLOAD if number in away else Choice.KEEP for number in range(len(layers)))
+def _inputs(arguments: Any) -> frozenset[int]:
+    tensors = [leaf for leaf in tree_leaves(arguments) if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 def _refuse_capture(lanes: Lanes) -> None:
@@ -486,38 +470,3 @@ def _refuse_capture(lanes: Lanes) -> None:
             "A graph is being captured, and activations are offloaded: its replays would copy from and to host memory "
             "that is used for something else by then. Capture the model without offload_activations()."
         )
-
-
-def _top_hooks() -> str | None:
-    """The name of the saved-tensor hook that autograd would call now, unless it is ours."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = None if top is None else top[0]
-    if pack is None or getattr(getattr(pack, "func", None), "__func__", None) is ActivationOffload._pack:
-        return None
-    return str(getattr(pack, "__qualname__", type(pack).__qualname__))
-
-
-def _recomputes() -> bool:
-    """Whether all of this forward is checkpointed: then it saves nothing now, and is run again in backward."""
-    name = _top_hooks()
-    if name is None or _is_checkpoint(name):
-        return name is not None
-    raise _other_hooks(name, "around the model's forward")
-
-
-def _refuse_other_hooks(module: nn.Module) -> None:
-    name = _top_hooks()
-    if name is not None and not _is_checkpoint(name):
-        raise _other_hooks(name, f"around a {type(module).__name__}")
-
-
-def _is_checkpoint(name: str) -> bool:
-    return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
-
-
-def _other_hooks(name: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"Other saved-tensor hooks ({name.split('.')[0]}) are active {where}, and would take the same tensors as "
-        "offload_activations(); expected one of the two. Take off save_on_cpu() or the other library's offload, or "
-        "leave out offload_activations()."
-    )
