@@ -17,10 +17,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ from offstage.activation_receipt import ActivationReceipt
 from offstage.config import ActivationConfig, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.host_pool import HostPool, measure_link
+from offstage.host_weight import SavedWeight
 from offstage.host_weights import HostWeights
 from offstage.lanes import Lanes, lanes_for
 from offstage.saved_storage import Saved, SavedStorage
@@ -42,6 +45,7 @@ from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
 logger = logging.getLogger("offstage")
 
+_ORDINARY = (torch.Tensor, nn.Parameter)
 _IDLE_PASSES = 3
 """Forwards after which something must have moved."""
 
@@ -58,12 +62,17 @@ def offload_activations(
             f"offload_activations() expects a torch.nn.Module; found {type(model).__name__}. Pass the model."
         )
     chosen = ActivationConfig.build(config, overrides)
-    if any(getattr(module, "_offstage_activations", None) is not None for module in model.modules()):
+    if any(_is_offloaded(module) for module in model.modules()):
         raise ConfigError(
             "The activations of this model, or of a part of it, are offloaded already; expected once. Call remove() on "
             "the handle that the first call returned."
         )
     return ActivationOffload(model, chosen)
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    kept = getattr(module, "_offstage_activations", None)
+    return kept is not None and kept.offload is not None
 
 
 class Visit:
@@ -84,6 +93,8 @@ class _Pass:
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
+        self.frame = sys._getframe(3)
+        """Of the model's call: hook, `_begin`, and this."""
         self.seen_bytes = 0
         """Saved by chosen layers so far."""
         self.left_bytes = 0
@@ -128,7 +139,7 @@ class ActivationOffload:
         self._learner = Learner(model, self._layers, config, self._link_gb_per_s) if config.layers == "auto" else None
         self._weights = self._move_weights() if config.weights else None
         self._bind(model)
-        model._offstage_activations = weakref.ref(self)  # type: ignore[assignment]
+        model._offstage_activations = _Kept(self)  # type: ignore[assignment]
         logger.info("activations: %d layers", len(self._layers))
 
     def _move_weights(self) -> HostWeights:
@@ -138,23 +149,26 @@ class ActivationOffload:
         return HostWeights(model, list(dict.fromkeys(chosen)), self.config)
 
     def _bind(self, model: nn.Module) -> None:
-        # Hooks know this object weakly: dropping it without remove() leaves hooks that do nothing.
-        owner = weakref.ref(self)
-        begin, end = functools.partial(_call, owner, "_begin"), functools.partial(_call, owner, "_end")
-        self._handles.append(model.register_forward_pre_hook(begin, prepend=True))
-        self._handles.append(model.register_forward_hook(end, always_call=True))
+        owner = weakref.ref(self)  # the model keeps this object, which must not keep the model
+        self._handles.append(model.register_forward_pre_hook(_Hook(owner, "_begin"), prepend=True))
+        self._handles.append(model.register_forward_hook(_Hook(owner, "_end"), always_call=True))
         for layer in dict.fromkeys(self._layers):
-            enter, leave = functools.partial(_call, owner, "_enter"), functools.partial(_call, owner, "_leave")
-            self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(leave, always_call=True))
+            self._handles.append(layer.register_forward_pre_hook(_Hook(owner, "_enter"), with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(_Hook(owner, "_leave"), always_call=True))
             if self._learner is not None:
                 self._handles.append(_Recomputing(layer, owner))
 
     def remove(self) -> None:
         """Take the hooks off and give host memory back, after the last copy. Forwards that wait for backward go on."""
+        if self._weights is not None and torch._C._current_graph_task_id() != -1:
+            raise OffstageError(
+                "remove() was called in backward, which needs weights that live on the host; expected it before or "
+                "after. Call it when backward is over."
+            )
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._forget_broken_passes()
         if self._weights is not None:
             self._weights.close()
             self._weights = None
@@ -205,11 +219,12 @@ class ActivationOffload:
 
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
+        self._forget_broken_passes()
         started = _Pass(self._choices)
         self._passes.append((started, None))  # first: whatever raises below, `_end` is called
         if self._weights is not None:
             self._weights.begin()
-        if not torch.is_grad_enabled() or not self.config.activations or is_recomputed(ActivationOffload._pack):
+        if not torch.is_grad_enabled() or is_recomputed(ActivationOffload._pack):
             return
         self._check_working()
         for side in self._sides.values():
@@ -226,6 +241,16 @@ class ActivationOffload:
         self._passes[-1] = (started, hooks)
         self._num_passes += 1
 
+    def _forget_broken_passes(self) -> None:
+        """Torch calls no hooks after KeyboardInterrupt and the like: such a forward is not on the stack any more."""
+        under_way = set()
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            under_way.add(frame)
+            frame = frame.f_back
+        while self._passes and self._passes[-1][0].frame not in under_way:
+            self._end()
+
     def _end(self, *_: Any) -> None:
         """It ends, or has raised."""
         started, hooks = self._passes.pop()
@@ -238,10 +263,12 @@ class ActivationOffload:
         started.storages.clear()
         started.current = None
         self._last_pass = started
+        del started.frame
 
     def _check_working(self) -> None:
         """Enabled and idle is an error: nobody should find out after a week."""
         wanted = any(choice is not Choice.KEEP for choice in self._choices) and self.config.fraction > 0
+        wanted = wanted and self.config.activations
         if self._num_passes != _IDLE_PASSES or self.bytes_left or not wanted or self._learner is not None:
             return
         last = self._last_pass
@@ -283,9 +310,9 @@ class ActivationOffload:
         if self._learner is not None:
             self._learner.enter(number, self._any_lanes())
 
-    def _leave(self, module: nn.Module, arguments: Any, output: Any = None) -> None:
+    def _leave(self, module: nn.Module, *_: Any) -> None:
         if self._weights is not None:
-            self._weights.leave(module, output)
+            self._weights.leave(module, in_pass=bool(self._passes))
         if not self._passes or self._passes[-1][1] is None:
             return
         started = self._passes[-1][0]
@@ -308,7 +335,11 @@ class ActivationOffload:
 
     def _pack(self, started: _Pass, tensor: torch.Tensor) -> Any:
         """Called by autograd for every tensor that it saves; what is returned is kept in its place."""
-        if not self._movable(started, tensor):
+        if self._weights is not None and tensor.layout == torch.strided and type(tensor) in _ORDINARY:
+            weight = self._weights.saved(tensor.untyped_storage()._cdata, tensor)
+            if weight is not None:
+                return weight
+        if not self.config.activations or not self._movable(started, tensor):
             return tensor
         side = self._side(tensor.device)
         handle = tensor.untyped_storage()._cdata
@@ -371,6 +402,8 @@ class ActivationOffload:
     # Backward
 
     def _unpack(self, kept: Any) -> torch.Tensor:
+        if isinstance(kept, SavedWeight):
+            return kept.tensor()
         if not isinstance(kept, Saved):
             return kept  # type: ignore[no-any-return]
         visit, side = kept.storage.visit, kept.storage.side
@@ -448,15 +481,34 @@ class _Side:
                 self.pool.give_back(taken)
 
 
-def _call(owner: weakref.ref[ActivationOffload], method: str, *arguments: Any) -> None:
-    offload = owner()
-    if offload is not None and not torch.compiler.is_compiling():
-        getattr(offload, method)(*arguments)
+class _Hook:
+    """A hook on a module. A copy of the module, or one that is loaded from a file, has one that does nothing."""
+
+    def __init__(self, owner: weakref.ref[ActivationOffload] | None = None, method: str = "") -> None:
+        self._owner, self._method = owner, method
+
+    def __call__(self, *arguments: Any) -> None:
+        offload = self._owner() if self._owner is not None else None
+        if offload is not None and not torch.compiler.is_compiling():
+            getattr(offload, self._method)(*arguments)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+class _Kept:
+    """How a model keeps its offload alive, and its copies do not."""
+
+    def __init__(self, offload: ActivationOffload | None = None) -> None:
+        self.offload = offload
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
 
 
 def _storages(module: nn.Module) -> set[int]:
     tensors = [*module.parameters(), *module.buffers()]
-    return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in (torch.Tensor, nn.Parameter)}
+    return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _ORDINARY}
 
 
 def _inputs(arguments: Any) -> frozenset[int]:

@@ -8,6 +8,7 @@ on the device) does not show. Called by `optimizer.py` and `state_dict.py`, afte
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,13 @@ from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, St
 
 logger = logging.getLogger("offstage")
 
+_alive: weakref.WeakSet[HeldState] = weakref.WeakSet()
+
+
+def is_held(param: torch.Tensor) -> bool:
+    """Whether some optimizer of ours keeps state of `param`."""
+    return any(held.param is param for held in _alive)
+
 
 @dataclass(eq=False)
 class HeldState(ParamState):
@@ -39,6 +47,7 @@ class HeldState(ParamState):
 
     def __post_init__(self) -> None:
         self._made_for = _kind(self.local)
+        _alive.add(self)
 
     def check_unmoved(self) -> None:
         """Raise if the parameter is no longer what the state was made for."""

@@ -27,6 +27,7 @@ from offstage.engine import Engine
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.flat import flat_like
 from offstage.held_state import HeldState
+from offstage.host_weights import is_host_weight
 from offstage.interrupts import deferred_interrupts
 from offstage.overlap import Overlap
 from offstage.placing import Places
@@ -57,6 +58,16 @@ def offload(
     return OffloadedOptimizer(optimizer, model, OffloadConfig.build(config, overrides))
 
 
+def _check_host_weights(groups: list[dict[str, Any]], config: OffloadConfig, names: Mapping[Any, str]) -> None:
+    found = [param for group in groups for param in group["params"] if is_host_weight(param)]
+    if found and config.update_in_backward:
+        raise ConfigError(
+            f"update_in_backward=True updates weights while backward runs; found {names.get(found[0], '?')!r} on "
+            "the host because of offload_activations(weights=True), where its gradient arrives when backward is "
+            "over. Use one of the two."
+        )
+
+
 class OffloadedOptimizer(torch.optim.Optimizer):
     """What `offload()` returns. Use it as the optimizer it was made from."""
 
@@ -76,6 +87,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "which offload() cannot know yet. Use window='auto', train a few steps and call "
                 "optimizer.replan(device_peak=...), or ask make_plan with a workload."
             )
+        _check_host_weights(optimizer.param_groups, config, names)
         self.config = config
         self.rule = choose_rule(optimizer, config)
         self._shell = shell_of(optimizer)
