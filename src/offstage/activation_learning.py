@@ -9,6 +9,7 @@ anew. To see that, the device's peak statistics are reset before each of these p
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from offstage.activation_plan import ActivationPlan, Choice, LayerFacts, choose
 from offstage.config import ActivationConfig, format_size
@@ -77,7 +79,7 @@ class Learner:
             kind = _kind(layer)
             if number >= len(self.layers) - self.config.keep_last:
                 found.append(Choice.KEEP)
-            elif kind not in kinds:
+            elif kind not in kinds or not can_recompute(layer):
                 found.append(Choice.OFFLOAD)
                 kinds.add(kind)
             else:
@@ -162,17 +164,14 @@ class Learner:
                     saved.get(kind, measured.saved_bytes),
                     min(inputs.get(kind, saved.get(kind, 0)), saved.get(kind, measured.saved_bytes)),
                     base + extra.get(kind, 0),
+                    can_recompute(layer),
                 )
             )
         facts.reverse()
         if facts:  # what runs behind the layers holds what they keep as well
             last = facts[-1]
-            facts[-1] = LayerFacts(
-                last.forward_ms,
-                last.saved_bytes,
-                last.input_bytes,
-                max(last.before_backward_bytes, self._tail_bytes),
-            )
+            most = max(last.before_backward_bytes, self._tail_bytes)
+            facts[-1] = dataclasses.replace(last, before_backward_bytes=most)
         return facts
 
     def _plan_anew(self) -> None:
@@ -203,8 +202,7 @@ class Learner:
         self._was_over |= room < 0
         before, wrong = self.plan, found - self.plan.peak_bytes
         self._facts = [
-            LayerFacts(one.forward_ms, one.saved_bytes, one.input_bytes, one.before_backward_bytes + wrong)
-            for one in self._facts
+            dataclasses.replace(one, before_backward_bytes=one.before_backward_bytes + wrong) for one in self._facts
         ]
         self._plan_anew()
         if self.plan.choices == before.choices and room >= 0:
@@ -215,6 +213,12 @@ class Learner:
                 format_size(found),
                 format_size(wrong),
             )
+
+
+def can_recompute(layer: nn.Module) -> bool:
+    """Whether a second forward changes nothing: running statistics would count every batch twice."""
+    norms = [module for module in layer.modules() if isinstance(module, _NormBase)]
+    return not any(norm.track_running_stats for norm in norms)
 
 
 def _kind(layer: nn.Module) -> object:

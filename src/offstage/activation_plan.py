@@ -35,6 +35,7 @@ class LayerFacts:
     """What it saves if it is recomputed."""
     before_backward_bytes: int
     """What the device held, at most, while this layer's backward ran, without any layer's saved tensors."""
+    can_recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class ActivationPlan:
     peak_bytes: int
     added_ms: float
     """Over keeping everything."""
+    moved_bytes: int
+    """Each way."""
     reason: str
 
     def count(self, choice: Choice) -> int:
@@ -67,12 +70,12 @@ def choose(
     """
     best: ActivationPlan | None = None
     least: ActivationPlan | None = None
-    for choices in _mixes(len(layers), keep_last):
+    for choices in _mixes(layers, keep_last):
         plan = _predict(layers, choices, link_gb_per_s, in_flight)
         if least is None or plan.peak_bytes < least.peak_bytes:
             least = plan
         fits = plan.peak_bytes <= device_peak
-        if fits and (best is None or (plan.added_ms, plan.peak_bytes) < (best.added_ms, best.peak_bytes)):
+        if fits and (best is None or (plan.added_ms, plan.moved_bytes) < (best.added_ms, best.moved_bytes)):
             best = plan
     assert least is not None
     if best is None:
@@ -85,12 +88,13 @@ def choose(
     return best
 
 
-def _mixes(num_layers: int, keep_last: int) -> Iterator[tuple[Choice, ...]]:
+def _mixes(layers: Sequence[LayerFacts], keep_last: int) -> Iterator[tuple[Choice, ...]]:
     """All numbers of offloaded and recomputed layers, spread over the model; the last `keep_last` keep."""
+    num_layers = len(layers)
     free = max(0, num_layers - keep_last)
     for offloaded in range(free + 1):
         away = spread(offloaded, free)
-        others = [number for number in range(free) if number not in away]
+        others = [number for number in range(free) if number not in away and layers[number].can_recompute]
         for recomputed in range(len(others) + 1):
             # The first ones: what is kept is then given back early in backward, when the gradients are still to come.
             again = set(others[:recomputed])
@@ -121,6 +125,7 @@ def _predict(
         tuple(choices),
         peak,
         added_ms,
+        moved,
         f"{moved / 1e9:.1f} GB each way at {link_gb_per_s:.0f} GB/s, {hidden}; {recomputed_ms:.0f} ms computed again",
     )
 
@@ -133,11 +138,12 @@ def _peak(layers: Sequence[LayerFacts], choices: Sequence[Choice], in_flight: in
     """The largest of what the device holds in each layer's backward."""
     away = max((layer.saved_bytes for layer, _ in _of(layers, choices, Choice.OFFLOAD)), default=0)
     inputs = max((layer.input_bytes for layer, _ in _of(layers, choices, Choice.RECOMPUTE)), default=0)
-    kept = 0
-    peak = 0
+    # Other micro-batches in flight hold all that they keep.
+    others = (in_flight - 1) * sum(layer.saved_bytes for layer, _ in _of(layers, choices, Choice.KEEP))
+    kept = peak = 0
     for layer, choice in zip(layers, choices, strict=True):
         own = 0 if choice is Choice.KEEP else layer.saved_bytes
         kept += layer.saved_bytes if choice is Choice.KEEP else 0
         # One layer's tensors are on their way back while those of another are in use.
-        peak = max(peak, layer.before_backward_bytes + in_flight * kept + own + max(away, inputs))
+        peak = max(peak, layer.before_backward_bytes + others + kept + own + max(away, inputs))
     return peak

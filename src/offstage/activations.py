@@ -21,12 +21,13 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -34,6 +35,7 @@ from offstage.activation_layers import choices_of, layers_of
 from offstage.activation_learning import Learner
 from offstage.activation_plan import ActivationPlan, Choice
 from offstage.activation_receipt import ActivationReceipt
+from offstage.activation_traffic import Traffic
 from offstage.config import ActivationConfig, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.host_pool import HostPool, measure_link
@@ -67,6 +69,11 @@ def offload_activations(
             "The activations of this model, or of a part of it, are offloaded already; expected once. Call remove() on "
             "the handle that the first call returned."
         )
+    if isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
+        raise ConfigError(
+            f"offload_activations() works layer by layer; found a {type(model).__name__} that is compiled as a whole. "
+            "Compile its layers one by one instead (model.layers[i] = torch.compile(model.layers[i])), then call this."
+        )
     return ActivationOffload(model, chosen)
 
 
@@ -76,25 +83,24 @@ def _is_offloaded(module: nn.Module) -> bool:
 
 
 class Visit:
-    """One call of a layer in one forward, and what was saved in it."""
+    """One call of a layer in one forward."""
 
-    def __init__(self, layer: int, choice: Choice, inputs: frozenset[int]) -> None:
-        self.layer, self.choice = layer, choice
+    def __init__(self, number: int, layer: int, choice: Choice, inputs: frozenset[int]) -> None:
+        self.number, self.layer, self.choice = number, layer, choice
         self.inputs = inputs
         """Storages of its arguments."""
-        self.away: list[weakref.ref[SavedStorage]] = []
-        self.away_bytes = 0
-        self.before: Visit | None = None
-        """The visit before this one that has tensors away: backward needs it next."""
 
 
 class _Pass:
     """One forward of the model. Several may wait for their backward at once: micro-batches of a pipeline."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
+    def __init__(self, choices: Sequence[Choice], prefetch: int, largest: int) -> None:
         self.choices = choices
-        self.frame = sys._getframe(3)
-        """Of the model's call: hook, `_begin`, and this."""
+        self.traffic = Traffic(choices, prefetch, largest)
+        self.frame = next(
+            (frame for frame in _frames() if frame.f_code.co_filename == nn.modules.module.__file__), None
+        )
+        """Of the model's call."""
         self.seen_bytes = 0
         """Saved by chosen layers so far."""
         self.left_bytes = 0
@@ -102,10 +108,6 @@ class _Pass:
         self.current: Visit | None = None
         self.previous: Visit | None = None
         """The visit that was over last."""
-        self.last: Visit | None = None
-        """The last one with tensors away."""
-        self.leaving: deque[Visit] = deque()
-        self.leaving_bytes = 0
         self.unclaimed: dict[int, SavedStorage] = {}
         """Saved since the last layer."""
         self.storages: dict[int, SavedStorage] = {}
@@ -130,7 +132,7 @@ class ActivationOffload:
         self._reached: Visit | None = None
         """Where backward is."""
         self._largest = 0
-        """Bytes that one visit has sent away, at most."""
+        """Bytes that one layer has sent away, at most."""
         self._running = threading.local()
         """Forwards under way in each thread: a model may call itself."""
         self._num_passes = 0
@@ -220,11 +222,11 @@ class ActivationOffload:
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
         self._forget_broken_passes()
-        started = _Pass(self._choices)
+        started = _Pass(self._choices, self.config.prefetch, self._largest)
         self._passes.append((started, None))  # first: whatever raises below, `_end` is called
         if self._weights is not None:
             self._weights.begin()
-        if not torch.is_grad_enabled() or is_recomputed(ActivationOffload._pack):
+        if not torch.is_grad_enabled() or is_recomputed(self):
             return
         self._check_working()
         for side in self._sides.values():
@@ -232,7 +234,9 @@ class ActivationOffload:
             _refuse_capture(side.lanes)
         if self._learner is not None:
             self._learner.begin_pass(self._any_lanes())
-            started.choices = self._choices = self._learner.choices()
+            self._choices = self._learner.choices()
+            started.choices = self._choices
+            started.traffic = Traffic(self._choices, self.config.prefetch, self._largest)
         model = self._model()
         assert model is not None
         started.weights = _storages(model)
@@ -243,27 +247,22 @@ class ActivationOffload:
 
     def _forget_broken_passes(self) -> None:
         """Torch calls no hooks after KeyboardInterrupt and the like: such a forward is not on the stack any more."""
-        under_way = set()
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            under_way.add(frame)
-            frame = frame.f_back
-        while self._passes and self._passes[-1][0].frame not in under_way:
+        under_way = {id(frame) for frame in _frames()}  # kept, frames would keep all that they know alive
+        while self._passes and id(self._passes[-1][0].frame) not in under_way:
             self._end()
 
     def _end(self, *_: Any) -> None:
         """It ends, or has raised."""
         started, hooks = self._passes.pop()
+        del started.frame
+        if hooks is not None:  # first: whatever fails, nobody else's tensors may come here
+            hooks.__exit__(None, None, None)
+            started.unclaimed.clear()
+            started.storages.clear()
+            started.current = None
+            self._last_pass = started
         if self._weights is not None:
             self._weights.end()
-        if hooks is None:
-            return
-        hooks.__exit__(None, None, None)
-        started.unclaimed.clear()
-        started.storages.clear()
-        started.current = None
-        self._last_pass = started
-        del started.frame
 
     def _check_working(self) -> None:
         """Enabled and idle is an error: nobody should find out after a week."""
@@ -276,8 +275,7 @@ class ActivationOffload:
         why = (
             f"what they save is smaller than min_bytes={format_size(int(self.config.min_bytes))}. Lower min_bytes"
             if last.visits
-            else "the forward of none of them was seen. Compile layers with torch.compile(layer) instead of "
-            "layer.compile(), or name the modules that run, as in layers=[...]"
+            else "the forward of none of them was seen. Name the modules that run, as in layers=[...]"
         )
         raise OffloadIneffectiveError(
             f"offload_activations() has moved nothing in {_IDLE_PASSES} forwards of {len(self._layers)} layers: {why}, "
@@ -294,11 +292,11 @@ class ActivationOffload:
             self._weights.enter(module)
         if hooks is None:
             return  # evaluation
-        refuse_other_hooks(module, ActivationOffload._pack)
+        refuse_other_hooks(module, self)
         started.weights |= _storages(module)  # FSDP2 has gathered them just now
         # By the order of calls: a layer that is called several times is several.
         number = started.visits % len(self._layers)
-        visit = Visit(number, started.choices[number], _inputs(arguments))
+        visit = Visit(started.visits, number, started.choices[number], _inputs(arguments))
         started.visits += 1
         started.current = visit
         unclaimed, started.unclaimed = started.unclaimed, {}
@@ -320,18 +318,9 @@ class ActivationOffload:
         started.previous = visit
         if visit is not None and self._learner is not None:
             self._learner.leave(visit.layer, self._any_lanes())
-        if visit is None or not visit.away:
-            return
-        visit.before, started.last = started.last, visit
-        started.leaving.append(visit)
-        started.leaving_bytes += visit.away_bytes
-        self._largest = max(self._largest, visit.away_bytes)
-        while started.leaving_bytes - started.leaving[0].away_bytes >= self._in_between:
-            oldest = started.leaving.popleft()
-            started.leaving_bytes -= oldest.away_bytes
-            for reference in oldest.away:
-                if (storage := reference()) is not None:
-                    storage.let_go()
+        if visit is not None:
+            started.traffic.layer_is_over(visit.number)
+            self._largest = max(self._largest, started.traffic.largest)
 
     def _pack(self, started: _Pass, tensor: torch.Tensor) -> Any:
         """Called by autograd for every tensor that it saves; what is returned is kept in its place."""
@@ -373,19 +362,10 @@ class ActivationOffload:
         if started.left_bytes + storage.nbytes > self.config.fraction * started.seen_bytes:
             self.bytes_stayed += storage.nbytes
             return
-        storage.leave(visit)
+        storage.leave()
+        started.traffic.left(storage, visit.number)
         started.left_bytes += storage.nbytes
-        visit.away.append(weakref.ref(storage))
-        visit.away_bytes += storage.nbytes
         self.bytes_left += storage.nbytes
-
-    @property
-    def _in_between(self) -> float:
-        """How many bytes may be on their way beside those of the visit in question: `prefetch` visits' worth.
-
-        By bytes: the inputs of layers that are recomputed are small, and must not push a whole layer's tensors out.
-        """
-        return (self.config.prefetch - 0.5) * self._largest
 
     def _side(self, device: torch.device) -> _Side:
         if device not in self._sides:
@@ -406,24 +386,16 @@ class ActivationOffload:
             return kept.tensor()
         if not isinstance(kept, Saved):
             return kept  # type: ignore[no-any-return]
-        visit, side = kept.storage.visit, kept.storage.side
-        if visit is not None and visit.away and visit is not self._reached:
-            self._reached = visit
+        storage, side = kept.storage, kept.storage.side
+        if storage.visit is not self._reached:
+            self._reached = storage.visit
             side.bury()
-            self._send_for(visit)
+        if storage.traffic is not None:
+            self.bytes_returned += storage.traffic.send_for(storage)
         if self._learner is not None:
-            self._learner.in_backward(None if visit is None else visit.layer, side.lanes, side.here_bytes)
+            layer = None if storage.visit is None else storage.visit.layer
+            self._learner.in_backward(layer, side.lanes, side.here_bytes)
         return kept.tensor()
-
-    def _send_for(self, visit: Visit | None) -> None:
-        """Backward has come to `visit`: its tensors, and those of the visits that come next, return."""
-        ahead = -visit.away_bytes if visit is not None else 0
-        while visit is not None and ahead < self._in_between:
-            for reference in reversed(visit.away):
-                if (storage := reference()) is not None and storage.come_back():
-                    self.bytes_returned += storage.nbytes
-            ahead += visit.away_bytes
-            visit = visit.before
 
 
 class _Recomputing:
@@ -437,7 +409,12 @@ class _Recomputing:
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         offload = self._owner()
         visit = offload._passes[-1][0].current if offload is not None and offload._passes else None
-        if visit is None or visit.choice is not Choice.RECOMPUTE or not torch.is_grad_enabled():
+        if (
+            visit is None
+            or visit.choice is not Choice.RECOMPUTE
+            or not torch.is_grad_enabled()
+            or is_recomputed(offload)
+        ):
             return self._forward(*arguments, **keywords)
         return checkpoint(self._forward, *arguments, use_reentrant=False, **keywords)
 
@@ -463,7 +440,7 @@ class _Side:
     def link_gb_per_s(self) -> float:
         """What the link carries each way, with both directions busy. Measured the first time."""
         if self._link is None:
-            self._link = measure_link(self.lanes, self.pool)
+            self._link = measure_link(self.lanes)
         return self._link
 
     def lay_out(self, remains: Any) -> None:
@@ -488,12 +465,23 @@ class _Hook:
         self._owner, self._method = owner, method
 
     def __call__(self, *arguments: Any) -> None:
+        if torch.compiler.is_compiling():
+            _refuse_compiled()
         offload = self._owner() if self._owner is not None else None
-        if offload is not None and not torch.compiler.is_compiling():
+        if offload is not None:
             getattr(offload, self._method)(*arguments)
 
     def __reduce__(self) -> Any:
         return _Hook, ()
+
+
+@torch.compiler.disable
+def _refuse_compiled() -> None:
+    raise ConfigError(
+        "A module was compiled together with the hooks that offload_activations() has put on it, where they cannot "
+        "work; expected layers to be compiled one by one, and before. Use model.layers[i] = torch.compile(model."
+        "layers[i]) for each, then offload_activations(model)."
+    )
 
 
 class _Kept:
@@ -504,6 +492,13 @@ class _Kept:
 
     def __reduce__(self) -> Any:
         return _Kept, ()
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _storages(module: nn.Module) -> set[int]:

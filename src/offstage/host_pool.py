@@ -106,27 +106,28 @@ class HostPool:
         self._slabs.clear()
 
 
-def measure_link(lanes: Lanes, pool: HostPool) -> float:
+def measure_link(lanes: Lanes) -> float:
     """GB/s each way, with both directions busy: a few copies, for which the host waits."""
-    down, up = pool.take(_MEASURED_BYTES), pool.take(_MEASURED_BYTES)
+    arena = Arena(2 * _MEASURED_BYTES, torch.uint8, lanes.device, pin=True)
+    down, up = arena.flat.chunk(2)
     memory = torch.empty(2, _MEASURED_BYTES, dtype=torch.uint8, device=lanes.device)
-    ready = lanes.mark()
     lanes.touch(writes=[memory])
+    ready = lanes.mark()
 
     def both_ways(times: int) -> None:
         for _ in range(times):
             stored = lanes.submit(
                 Lane.STORE,
-                copy_work([(down.tensor, memory[0])]),
+                copy_work([(down, memory[0])]),
                 after={"measure: the memory is free": ready},
                 reads=[memory[0]],
-                writes=[down.tensor],
+                writes=[down],
             )
             fetched = lanes.submit(
                 Lane.FETCH,
-                copy_work([(memory[1], up.tensor)]),
+                copy_work([(memory[1], up)]),
                 after={"measure: the memory is free": ready},
-                reads=[up.tensor],
+                reads=[up],
                 writes=[memory[1]],
             )
         for mark in (stored, fetched):
@@ -137,6 +138,5 @@ def measure_link(lanes: Lanes, pool: HostPool) -> float:
     both_ways(_MEASURED_TIMES)
     milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
     lanes.touch(writes=[memory])
-    pool.give_back(down)
-    pool.give_back(up)
+    arena.close()
     return _MEASURED_TIMES * _MEASURED_BYTES / milliseconds / 1e6

@@ -16,11 +16,15 @@ tensor.
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offstage.copies import copy_work
@@ -62,6 +66,7 @@ class HostWeight:
         self._version = 0
         self._coming: _Coming | None = None
         self._sum: torch.Tensor | None = None
+        self._node: Node | None = None
         self._spare: list[tuple[Arena, StorageWeakRef]] = []
         """Memory for gradients, and whether somebody holds what was handed out of it."""
 
@@ -154,6 +159,17 @@ class HostWeight:
 
     # The gradient
 
+    def watch(self, before: Callable[[HostWeight], None]) -> None:
+        """Have `before` called when autograd is about to accumulate what the forward that begins now leads to.
+
+        A hook of the node that accumulates, not of the parameter: that one is called for `torch.autograd.grad`, too.
+        """
+        if self.param.requires_grad and torch.is_grad_enabled():
+            node = get_gradient_edge(self.param).node  # another one when the parameter was on the host in between
+            if node is not self._node:
+                self._node = node
+                node.register_prehook(functools.partial(_expected, before, weakref.ref(self)))
+
     def before_gradient(self) -> None:
         """Autograd is about to accumulate: what is there already is on the host, and waits."""
         self.settle()
@@ -226,9 +242,15 @@ class HostWeight:
         self.fetch()
         self.param.grad = None
         self.param.data = self.here()
+        self._device = None  # it is the parameter's own
         self.let_write()  # the memory that it came from may go
         if grad is not None:
             self.param.grad = grad.to(self._home)
+
+
+def _expected(before: Callable[[HostWeight], None], weight: weakref.ref[HostWeight], *_: Any) -> None:
+    if (found := weight()) is not None:
+        before(found)
 
 
 class SavedWeight:
@@ -249,7 +271,6 @@ class SavedWeight:
                 f"Parameter {self.weight.name!r} was changed in place after a forward whose backward still needs it "
                 f"(version {param._version}, expected {self._version}). Call backward before the optimizer's step."
             )
-        self.owner.reached(self.layer)
-        found = self.weight.here()
+        found = self.owner.copy_of(self.layer, self.weight)
         made = torch.empty(0, dtype=found.dtype, device=found.device)
         return made.set_(found.untyped_storage(), self._offset, self._size, self._stride)  # type: ignore[no-any-return]

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offstage.config import ActivationConfig, format_size
@@ -54,8 +56,10 @@ class HostWeights:
         self._waits: list[HostWeight] = []
         """With gradients on their way."""
         self._task = -1
+        self._is_closed = False
         self._hooks: list[Any] = []
         self._hooked: set[HostWeight] = set()
+        _refuse_ddp(any(isinstance(module, DistributedDataParallel) for module in model.modules()))
         names = {param: name for name, param in model.named_parameters()}
         chosen = {layer: _movable(model, layer, config, names) for layer in layers}
         _check_memory(chosen, config)
@@ -63,6 +67,8 @@ class HostWeights:
             layer: [HostWeight(names[param], param, self._lanes_of(param.device)) for param in params]
             for layer, params in chosen.items()
         }
+        # After a backward that failed, gradients may be under way when somebody calls step().
+        self._hooks.append(register_optimizer_step_pre_hook(functools.partial(_before_step, weakref.ref(self))))
         for weights in self._weights.values():
             _on_host.update({weight.param: True for weight in weights})
 
@@ -81,6 +87,7 @@ class HostWeights:
         """The model's forward begins."""
         if _in_backward():
             return
+        _refuse_ddp(DistributedDataParallel._active_ddp_module is not None)
         self._clean_up()  # of a backward that failed
         self._running = []
         for layer in self._order[: self._prefetch]:
@@ -102,6 +109,7 @@ class HostWeights:
                 self._fetch(following)
         for weight in self._weights[layer]:
             weight.swap_in()
+            weight.watch(functools.partial(_before_gradient, weakref.ref(self)))
 
     def leave(self, layer: nn.Module, *, in_pass: bool) -> None:
         """It has run, or raised: its parameters are on the host."""
@@ -130,6 +138,13 @@ class HostWeights:
 
     # Backward
 
+    def copy_of(self, layer: nn.Module, weight: HostWeight) -> torch.Tensor:
+        """Backward asks for a weight."""
+        if self._is_closed:
+            return weight.param.data
+        self.reached(layer)
+        return weight.here()
+
     def reached(self, layer: nn.Module) -> None:
         """Backward has come to `layer`: its weights are needed now, and those before it next."""
         self._notice_end()
@@ -149,19 +164,23 @@ class HostWeights:
         for weight in self._weights[layer]:
             if weight.param.requires_grad and weight not in self._hooked:
                 self._hooked.add(weight)
-                before = functools.partial(_before_gradient, owner, weight)
                 after = functools.partial(_after_gradient, owner, weight)
-                self._hooks.append(weight.param.register_hook(before))  # type: ignore[no-untyped-call]
                 self._hooks.append(weight.param.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
+    def expected(self, weight: HostWeight) -> None:
+        """A gradient is about to be accumulated."""
+        if self._is_closed:
+            return
+        self._notice_end()
+        weight.before_gradient()
+        if weight not in self._waits:
+            self._waits.append(weight)
 
     def arrived(self, weight: HostWeight) -> None:
         """A gradient is there."""
-        self._notice_end()
-        self.bytes_stored += weight.take_gradient()
         for other in self._waits:
             other.let_gradient_go()
-        if weight not in self._waits:
-            self._waits.append(weight)
+        self.bytes_stored += weight.take_gradient()
 
     def _notice_end(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -181,6 +200,12 @@ class HostWeights:
         for weight in self._waits:
             weight.settle()
         self._waits.clear()
+
+    def settle(self, params: Container[torch.Tensor]) -> None:
+        """Gradients of `params` that are under way have arrived."""
+        for weight in self._waits:
+            if weight.param in params:
+                weight.settle()
 
     # Both
 
@@ -208,6 +233,7 @@ class HostWeights:
         for weights in self._weights.values():
             for weight in weights:
                 weight.bring_home()
+                self._is_closed = True
                 _on_host.pop(weight.param, None)  # type: ignore[no-untyped-call]
 
 
@@ -215,9 +241,14 @@ def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _before_gradient(owner: weakref.ref[HostWeights], weight: HostWeight, grad: torch.Tensor) -> None:
-    if owner() is not None:
-        weight.before_gradient()
+def _before_step(owner: weakref.ref[HostWeights], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if (weights := owner()) is not None and not _in_backward():
+        weights.settle({param for group in optimizer.param_groups for param in group["params"]})
+
+
+def _before_gradient(owner: weakref.ref[HostWeights], weight: HostWeight) -> None:
+    if (weights := owner()) is not None:
+        weights.expected(weight)
 
 
 def _after_gradient(owner: weakref.ref[HostWeights], weight: HostWeight, param: torch.Tensor) -> None:
@@ -266,6 +297,14 @@ def _refuse_optimizers(params: Sequence[nn.Parameter], names: dict[nn.Parameter,
                 f"weights=True moves {names[param]!r} to the host, and an offloaded optimizer was made for it on "
                 f"{param.device}; expected the other order. Call offload_activations() first, then make the optimizer."
             )
+
+
+def _refuse_ddp(found: bool) -> None:
+    if found:
+        raise ConfigError(
+            "weights=True keeps parameters and gradients on the host, where DistributedDataParallel does not reduce "
+            "them; expected a model without it. Use FSDP2 for many ranks, or leave weights out."
+        )
 
 
 def _check_memory(chosen: dict[nn.Module, list[nn.Parameter]], config: ActivationConfig) -> None:

@@ -226,7 +226,7 @@ class AcceleratorLanes(Lanes):
         if last is not None and last.is_over:
             last.mark()  # a lane whose work has failed stays so: whoever waits for its last mark must hear of it
             last = self._last.pop(lane)
-        marks = [last, *after.values(), _urgent.get(self.device) if can_wait else None]
+        marks = [last, *after.values(), self._urgent_mark() if can_wait else None]
         promises = [mark for mark in marks if isinstance(mark, Promise) and not mark.is_over]
         if not promises and self._is_full(lane):
             if self._patient:
@@ -239,13 +239,20 @@ class AcceleratorLanes(Lanes):
         self._last[lane] = made
         return made
 
+    def _urgent_mark(self) -> Mark | None:
+        """What was announced, if its stream has been given it: it is not worth waiting for a promise."""
+        mark = _urgent.get(self.device)
+        if not isinstance(mark, Promise):
+            return mark
+        return mark.mark() if mark.is_kept else None
+
     @contextlib.contextmanager
     def patiently(self) -> Iterator[None]:
-        self._patient = True
+        before, self._patient = self._patient, True
         try:
             yield
         finally:
-            self._patient = False
+            self._patient = before
 
     def _is_full(self, lane: Lane) -> bool:
         under_way = self._under_way[lane]

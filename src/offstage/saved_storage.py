@@ -26,6 +26,7 @@ from offstage.host_pool import Range
 from offstage.lanes import Lane, Mark
 
 if TYPE_CHECKING:
+    from offstage.activation_traffic import Traffic
     from offstage.activations import Visit, _Side
 
 
@@ -34,6 +35,11 @@ class SavedStorage:
 
     def __init__(self, side: _Side, tensor: torch.Tensor) -> None:
         self.visit: Visit | None = None
+        """Which layer's it is."""
+        self.traffic: Traffic | None = None
+        """If it has left."""
+        self.place = 0
+        """Its number among those that have left."""
         self.nbytes = tensor.untyped_storage().nbytes()
         self.side = side
         self._device, self._dtype = tensor.device, tensor.dtype
@@ -47,6 +53,7 @@ class SavedStorage:
         self._returned: Mark = None
         self._is_back = False
         """What is on the device is a copy that returned."""
+        self._was_back = False
         self._saved = 0
         self._used = 0
         self._seen_bytes = 0
@@ -72,11 +79,10 @@ class SavedStorage:
 
     # Leaving
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self) -> None:
         """HERE → LEAVING."""
         lanes, source = self.side.lanes, self._bytes
         assert source is not None
-        self.visit = visit
         self._range = taken = self.side.pool.take(self.nbytes)
         lanes.touch(writes=[source])
         self._left = lanes.submit(
@@ -112,13 +118,18 @@ class SavedStorage:
     def is_here(self) -> bool:
         return self._bytes is not None
 
+    @property
+    def has_returned(self) -> bool:
+        """Whether it has been on its way back before, in this backward or an earlier one."""
+        return self._was_back and not self._is_back
+
     def come_back(self) -> bool:
         """AWAY → RETURNING. Returns whether anything had to move."""
         if self._bytes is not None:
             return False
         lanes, taken = self.side.lanes, self._range
         assert taken is not None
-        self._is_back = True
+        self._is_back = self._was_back = True
         self.side.here_bytes += self.nbytes
         self._bytes = target = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         lanes.touch(writes=[target])

@@ -4,25 +4,23 @@ tensors would not know of each other: all but checkpointing are refused. Used by
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 
 from offstage.errors import ConfigError
 
 
-def _top_hooks(ours: Callable[..., Any]) -> str | None:
-    """The name of the hook that autograd would call now, unless it is a partial of our method `ours`."""
+def _top_hooks(ours: object) -> str | None:
+    """The name of the hook that autograd would call now, unless it is a method of `ours`."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if top is None else top[0]
-    if pack is None or getattr(getattr(pack, "func", None), "__func__", None) is ours:
+    if pack is None or getattr(getattr(pack, "func", None), "__self__", None) is ours:
         return None
+    pack = getattr(pack, "func", pack)
     return str(getattr(pack, "__qualname__", type(pack).__qualname__))
 
 
-def is_recomputed(ours: Callable[..., Any]) -> bool:
+def is_recomputed(ours: object) -> bool:
     """Whether all of this forward is checkpointed: then it saves nothing now, and is run again in backward."""
     name = _top_hooks(ours)
     if name is None or _is_checkpoint(name):
@@ -30,7 +28,7 @@ def is_recomputed(ours: Callable[..., Any]) -> bool:
     raise _other_hooks(name, "around the model's forward")
 
 
-def refuse_other_hooks(module: nn.Module, ours: Callable[..., Any]) -> None:
+def refuse_other_hooks(module: nn.Module, ours: object) -> None:
     """Before a layer runs."""
     name = _top_hooks(ours)
     if name is not None and not _is_checkpoint(name):

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Traffic`: what of one forward is on its way to the host, and what comes back ahead of backward.
+
+A storage that leaves is let go, and its memory is free, when so many bytes have left after it that its copy has
+probably arrived, or when so many layers have run: the caller's stream then waits for the copy, and seldom long. How
+many bytes, depends on how the layers that leave lie. Where some do, with others between them, one layer's tensors have
+until the next such layer's: `prefetch` times the largest. Where all do, the link is the limit anyway, and a few copies
+keep it busy. Used by `activations.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+from offstage.activation_plan import Choice
+from offstage.saved_storage import SavedStorage
+
+_KEEPS_THE_LINK_BUSY = 256 * 1024 * 1024
+
+
+class Traffic:
+    """Of one forward and its backward."""
+
+    def __init__(self, choices: Sequence[Choice], prefetch: int, largest: int) -> None:
+        offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
+        self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
+        """Layers from one that leaves to the next."""
+        self._prefetch = prefetch
+        self.largest = largest
+        """Bytes that one layer has sent away, at most."""
+        self._of_layer = 0
+        self._leaving: deque[tuple[weakref.ref[SavedStorage], int, int]] = deque()
+        self._leaving_bytes = 0
+        self._away: list[weakref.ref[SavedStorage]] = []
+
+    @property
+    def _room(self) -> int:
+        """Bytes that may be on their way beside the storage in question."""
+        return self._prefetch * (self.largest if self._spacing > 1 else min(self.largest, _KEEPS_THE_LINK_BUSY))
+
+    # Forward
+
+    def left(self, storage: SavedStorage, visit: int) -> None:
+        """`storage` has been sent away by the layer that runs as number `visit`."""
+        storage.traffic, storage.place = self, len(self._away)
+        self._away.append(weakref.ref(storage))
+        self._leaving.append((self._away[-1], storage.nbytes, visit))
+        self._leaving_bytes += storage.nbytes
+        self._of_layer += storage.nbytes
+        self.largest = max(self.largest, self._of_layer)
+        self._let_go(visit)
+
+    def layer_is_over(self, visit: int) -> None:
+        """Layer number `visit` has run."""
+        self._of_layer = 0
+        self._let_go(visit)
+
+    def _let_go(self, visit: int) -> None:
+        while self._leaving:
+            reference, nbytes, left_in = self._leaving[0]
+            if self._leaving_bytes - nbytes < self._room and visit - left_in < self._spacing * self._prefetch:
+                return
+            self._leaving.popleft()
+            self._leaving_bytes -= nbytes
+            if (storage := reference()) is not None:
+                storage.let_go()
+
+    # Backward
+
+    def send_for(self, storage: SavedStorage) -> int:
+        """Backward asks for `storage`: it returns, and those that it will ask for next. How many bytes had to move."""
+        moved = ahead = 0
+        for place in range(storage.place, -1, -1):
+            one = self._away[place]()
+            if one is None or (one is not storage and one.has_returned):  # used already, maybe in another order
+                continue
+            moved += one.nbytes if one.come_back() else 0
+            ahead += one.nbytes if one is not storage else 0
+            if ahead >= self._room:
+                break
+        return moved

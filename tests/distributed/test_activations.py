@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Activations offloaded on every rank: pipeline schedules, DDP and FSDP2 give the gradients that they give without."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import offstage
+from offstage.activations import offload_activations
+from offstage.errors import ConfigError
+from tests.distributed.sharded import VOCABULARY, WIDTH, Block
+from tests.training import lazily, same_bits
+
+CONFIGS = {
+    "all": {"keep_last": 0},
+    "two ahead, a half": {"keep_last": 0, "prefetch": 2, "fraction": 0.5},
+    "weights too": {"weights": True, "keep_last": 0},
+    "weights alone": {"weights": True, "activations": False},
+}
+STEPS = 2
+MICRO_BATCHES = 4
+
+
+def on_lanes(seed):
+    return contextlib.nullcontext() if seed is None else lazily(seed)
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gradients(module):
+    return {name: local(param.grad).clone() for name, param in module.named_parameters() if param.grad is not None}
+
+
+def differences(found, expected):
+    """Names of what differs, in some bit or by not being there."""
+    differs = [f"{len(found)} steps"] if len(found) != len(expected) else []
+    for step, (one, other) in enumerate(zip(found, expected, strict=False)):
+        differs += [f"{step}: {name}" for name in one.keys() ^ other.keys()]
+        differs += [f"{step}: {name}" for name in one.keys() & other.keys() if not same_bits(one[name], other[name])]
+    return differs
+
+
+# Pipelines
+
+
+class Stage(nn.Module):
+    """One of several: the first has the embedding, the last the output. Some checkpoint their blocks."""
+
+    def __init__(self, number, of, checkpointed):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY) if number == of - 1 else None
+        self.checkpointed = checkpointed
+
+    def forward(self, x):
+        x = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x if self.head is None else self.head(x)
+
+
+def loss_of(output, targets):
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+
+
+def run_stages(schedule_name, config, checkpointed=False):
+    """Gradients and weights of this rank's stages after each step, and the bytes that were moved."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    total = 2 * ranks if schedule_name == "Interleaved1F1B" else ranks
+    numbers = range(rank, total, ranks)
+    torch.manual_seed(rank)
+    modules = nn.ModuleList(Stage(number, total, checkpointed) for number in numbers)
+    handles = [] if config is None else [offload_activations(module, min_bytes=0, **config) for module in modules]
+    stages = [
+        PipelineStage(module, number, total, torch.device("cpu"))
+        for module, number in zip(modules, numbers, strict=True)
+    ]
+    schedule = SCHEDULES[schedule_name](stages if total > ranks else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(STEPS):
+        tokens, targets = torch.randint(VOCABULARY, (2, 2 * MICRO_BATCHES, 6), generator=generator)
+        schedule.step(*([tokens] if 0 in numbers else []), target=targets if total - 1 in numbers else None)
+        found.append(gradients(modules))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({name: param.detach().clone() for name, param in modules.named_parameters()})
+    receipts = [handle.receipt() for handle in handles]
+    return found, [receipt.total_bytes_left + receipt.weight_bytes_fetched for receipt in receipts]
+
+
+def compare_stages(schedule_name, checkpointed, seeds):
+    expected, _ = run_stages(schedule_name, None, checkpointed)
+    answers = {}
+    for name, config in CONFIGS.items():
+        for seed in seeds:
+            with on_lanes(seed):
+                found, moved = run_stages(schedule_name, config, checkpointed)
+            assert all(moved)
+            answers[name, seed] = differences(found, expected)
+    return answers
+
+
+@pytest.mark.parametrize(("schedule", "checkpointed"), [("GPipe", False), ("1F1B", False), ("1F1B", True)])
+def test_pipelines(ranks, schedule, checkpointed):
+    """Several micro-batches are in flight, and leave and return in the schedule's order."""
+    for answers in ranks.run(2, compare_stages, schedule, checkpointed, [None, 0]):
+        assert {case: differs for case, differs in answers.items() if differs} == {}
+
+
+def test_stages_that_take_turns(ranks):
+    """Two models in each process."""
+    for answers in ranks.run(2, compare_stages, "Interleaved1F1B", False, [None]):
+        assert {case: differs for case, differs in answers.items() if differs} == {}
+
+
+# Data parallel
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def shard(model):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WRAPPED = {
+    "DDP": DistributedDataParallel,
+    "DDP, gradients in buckets": functools.partial(DistributedDataParallel, gradient_as_bucket_view=True),
+    "FSDP2": shard,
+}
+
+
+def run_wrapped(wrap, config, first, offload=None):
+    """Gradients after each of some iterations of two micro-batches, each rank with its own data."""
+    torch.manual_seed(0)
+    model = Model()
+    handle = None
+    if config is not None and first == "activations":
+        handle = offload_activations(model, min_bytes=0, **config)
+    wrapped = WRAPPED[wrap](model)
+    if config is not None and first == "wrapper":
+        handle = offload_activations(model, min_bytes=0, **config)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    if offload is not None:
+        optimizer = offstage.offload(optimizer, wrapped, min_bytes=0, chunk_bytes="16KiB", **offload)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    found = []
+    for _ in range(STEPS):
+        for _ in range(2):
+            tokens, targets = torch.randint(VOCABULARY, (2, 2, 6), generator=generator)
+            loss_of(wrapped(tokens), targets).backward()
+        found.append(gradients(wrapped))
+        optimizer.step()
+        optimizer.zero_grad()
+    if offload is not None:
+        optimizer.synchronize()
+    found.append({name: local(param).detach().clone() for name, param in wrapped.named_parameters()})
+    return found, handle
+
+
+def compare_wrapped(wrap, config, first, offload=None, seeds=(None, 0)):
+    expected, _ = run_wrapped(wrap, None, first, offload)
+    answers = {}
+    for seed in seeds:
+        with on_lanes(seed):
+            found, handle = run_wrapped(wrap, config, first, offload)
+        assert handle.bytes_returned > 0
+        answers[seed] = differences(found, expected)
+    return answers
+
+
+@pytest.mark.parametrize("first", ["activations", "wrapper"])
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_data_parallel(ranks, wrap, first):
+    """Weights that FSDP2 gathers for a layer stay what they are: its own tensors, gone and back in backward."""
+    for answers in ranks.run(2, compare_wrapped, wrap, {}, first):
+        assert answers == {None: [], 0: []}
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+def test_data_parallel_with_our_optimizer(ranks, wrap):
+    offload = {"window": "48KiB", "overlap_forward": wrap == "DDP"}
+    for answers in ranks.run(2, compare_wrapped, wrap, {"prefetch": 2}, "wrapper", offload):
+        assert answers == {None: [], 0: []}
+
+
+def weights_under_ddp(first):
+    """What differs, or the message of the refusal."""
+    expected, _ = run_wrapped("DDP", None, first)
+    try:
+        found, _ = run_wrapped("DDP", {"weights": True}, first)
+    except ConfigError as error:
+        return str(error)
+    return differences(found, expected)
+
+
+@pytest.mark.parametrize("first", ["activations", "wrapper"])
+def test_weights_on_the_host_under_ddp_are_right_or_refused(ranks, first):
+    """DDP reduces gradients after they have arrived, in memory of its own."""
+    for answer in ranks.run(2, weights_under_ddp, first):
+        assert answer == [] or "DistributedDataParallel" in answer
+
+
+def weights_under_fsdp2():
+    with pytest.raises(ConfigError) as caught:
+        run_wrapped("FSDP2", {"weights": True}, "wrapper")
+    return str(caught.value)
+
+
+def test_weights_on_the_host_under_fsdp2_are_refused(ranks):
+    for message in ranks.run(2, weights_under_fsdp2):
+        assert "found a DTensor" in message
