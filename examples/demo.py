@@ -1,153 +1,200 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small GPT twice, with its optimizer state resident and streamed, and compares every bit.
+"""Everything once, in a minute or two: doctor, plan, training, kill -9, going on to the same bits, the report.
 
     python -m examples.demo
 
-Uses the accelerator if there is one. Without one the CPU plays the device: the same chunks take the same trips, and
-only the saving is not real.
+A small transformer is trained twice on the source of Python's standard library: with resident optimizer state and
+never stopped; and with the state in host memory, killed on the way and gone on with. Then every bit is compared. The
+commands are those that you would type. They use the accelerator if there is one; without one the CPU plays the device:
+the same chunks take the same trips, and only the saving is not real.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import shlex
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from rich.table import Table
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-import offstage
-from examples.gpt import GPT, Shape, make_repeatable, stdlib_bytes
+from offstage import checkpoint
 from offstage.config import format_size
 from offstage.plan import Placement, Plan
-from offstage.receipt import Receipt
 
-STEPS = 30
-BATCH = 16
-RUNS: dict[str, dict[str, Any]] = {
-    "resident": {"fraction": 0.0},
-    "streamed": {"chunk_bytes": "2MiB"},
+FOLDER = Path("runs/demo")
+STEPS, KILLED_AFTER = 60, 47
+SETTINGS = f"""\
+[model]
+size = "1M"
+
+[data]
+sequence = 128
+
+[run]
+steps = {STEPS}
+save_every = 20
+eval_every = 30
+sample_every = {STEPS}
+sample_bytes = 120
+"""
+RUNS = {
+    "resident": ["--offload.fraction", "0"],
+    "streamed": ["--offload.chunk-bytes", "256KiB", "--offload.overlap-forward"],
 }
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run leaves: its numbers, and how it came to them."""
-
-    weights: dict[str, torch.Tensor]
-    state: dict[str, torch.Tensor]
-    loss: float
-    plan: Plan
-    receipt: Receipt
+console = Console(highlight=False)
 
 
-def train(
-    device: torch.device, data: torch.Tensor, config: dict[str, Any], advance: Callable[[float], None]
-) -> Outcome:
-    """An ordinary loop; only the line with `offload()` is about offstage."""
-    torch.manual_seed(0)
-    shape = Shape()
-    model = GPT(shape, activations=torch.float32 if device.type == "cpu" else torch.bfloat16).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    optimizer = offstage.offload(optimizer, model, **config)
-    for _ in range(STEPS):
-        starts = torch.randint(len(data) - shape.context, (BATCH,)).tolist()
-        batch = torch.stack([data[i : i + shape.context + 1] for i in starts]).long().to(device)
-        loss = model(batch[:, :-1], batch[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        advance(loss.item())
-    return Outcome(
-        weights={name: param.detach().cpu() for name, param in model.named_parameters()},
-        state=_flat(optimizer.state_dict()["state"]),
-        loss=loss.item(),
-        plan=optimizer.plan,
-        receipt=optimizer.receipt(),
+def command(*arguments: str) -> list[str]:
+    """Show a command as it is typed; the words to run it with."""
+    console.print(f"$ offstage {shlex.join(arguments)}", style="cyan", markup=False, soft_wrap=True)
+    return [sys.executable, "-m", "offstage", *arguments]
+
+
+def ask(*arguments: str) -> None:
+    """Run a command to its end."""
+    sys.stdout.flush()
+    status = subprocess.run(command(*arguments), check=False).returncode
+    if status:
+        sys.exit(f"That ended with status {status}, and so does the demo.")
+
+
+def training(run: str) -> list[str]:
+    return ["train", "--config", str(FOLDER / "demo.toml"), "--run.folder", str(FOLDER / run), *RUNS[run]]
+
+
+def train_and_kill(run: str) -> None:
+    """Watch a run through what it prints as JSON, and kill it without a warning."""
+    words = command(*training(run), "--run.progress", "json")
+    columns = ("training", BarColumn(), MofNCompleteColumn(), "{task.fields[loss]}")
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process,
+        Progress(*columns, console=console) as progress,
+    ):
+        assert process.stdout is not None
+        task = progress.add_task("", total=STEPS, loss="")
+        for line in process.stdout:
+            row = json.loads(line)
+            if "tokens_per_s" in row:
+                progress.update(task, completed=row["step"], loss=f"loss {row['loss']:.4f}")
+                if row["step"] >= KILLED_AFTER:
+                    process.kill()
+                    break
+    newest = checkpoint.latest(FOLDER / run / "checkpoints")
+    if process.returncode != -9 or newest is None:
+        sys.exit(f"It was to be killed after a checkpoint; it ended with {process.returncode}, and left {newest}.")
+    console.print(
+        f"kill -9 after step {row['step']}. The newest complete checkpoint is {newest.name}.", style="bold red"
     )
 
 
-def run_all(device: torch.device, console: Console) -> dict[str, Outcome]:
-    """Both runs, with a bar each."""
-    data = stdlib_bytes()
-    outcomes = {}
-    columns = ("{task.description:<9}", BarColumn(), MofNCompleteColumn(), "{task.fields[loss]}")
-    with Progress(*columns, console=console) as progress:
-        tasks = {name: progress.add_task(name, total=STEPS, loss="") for name in RUNS}
-        for name, config in RUNS.items():
-
-            def advance(loss: float, task: TaskID = tasks[name]) -> None:
-                progress.update(task, advance=1, loss=f"loss {loss:.4f}")
-
-            outcomes[name] = train(device, data, config, advance)
-    return outcomes
+def tensors(run: str) -> dict[str, torch.Tensor]:
+    """The last checkpoint as one file, made by stock torch: these are plain torch checkpoints."""
+    newest = checkpoint.latest(FOLDER / run / "checkpoints")
+    assert newest is not None
+    with tempfile.TemporaryDirectory() as folder:
+        dcp_to_torch_save(newest, f"{folder}/all.pt")
+        found = torch.load(f"{folder}/all.pt", weights_only=True)
+    state = found["optim"]["state"]
+    weights = {f"weight {name}": value for name, value in found["model"].items()}
+    return weights | {f"state {name} {key}": value for name, one in state.items() for key, value in one.items()}
 
 
-def count_mismatches(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> int:
-    """Elements whose bits differ."""
-    assert ours.keys() == theirs.keys()
-    integers = {2: torch.int16, 4: torch.int32}
-    pairs = [(ours[name].view(integers[ours[name].itemsize]), theirs[name]) for name in ours]
-    return sum(int((a != b.view(a.dtype)).sum()) for a, b in pairs)
+def num_different() -> dict[str, tuple[int, int]]:
+    """Of weights and state: elements, and how many have other bits."""
+    resident, streamed = tensors("resident"), tensors("streamed")
+    assert resident.keys() == streamed.keys()
+    counts = {}
+    for what in ("weight", "state"):
+        pairs = [(one, streamed[name]) for name, one in resident.items() if name.startswith(what)]
+        differ = [one.flatten().view(torch.uint8) != other.flatten().view(torch.uint8) for one, other in pairs]
+        bytes_of = [one.itemsize for one, _ in pairs]
+        elements = [int(d.view(-1, n).any(dim=1).sum()) for d, n in zip(differ, bytes_of, strict=True)]
+        counts[what] = sum(one.numel() for one, _ in pairs), sum(elements)
+    return counts
 
 
-def num_chunks(plan: Plan) -> int:
-    """Every chunk but the last fills its slot."""
-    return -(-plan.host_bytes // plan.slot_bytes) if plan.host_bytes else 0
+def table(different: dict[str, tuple[int, int]]) -> Table:
+    """Where the state lived, and what came of it."""
+    plans, receipts, losses = {}, {}, {}
+    for run in RUNS:
+        about = json.loads((FOLDER / run / "run.json").read_text())
+        plans[run] = Plan.from_json(json.dumps(about["plan"]))
+        receipts[run] = json.loads((FOLDER / run / "receipt.json").read_text())
+        rows = [json.loads(line) for line in (FOLDER / run / "metrics.jsonl").read_text().splitlines()]
+        losses[run] = rows[0]["loss"], rows[-1]["loss"], rows[-1]["eval_loss"]
+    found = Table(box=box.SIMPLE_HEAD, title="Where the optimizer's state lived", title_justify="left")
+    found.add_column("")
+    for run, what in {"resident": "never stopped", "streamed": "killed, gone on"}.items():
+        found.add_column(f"{run}\n{what}", justify="right")
 
+    def row(label: str, values: dict[str, Any], **options: Any) -> None:
+        found.add_row(label, *(str(values[run]) for run in RUNS), **options)
 
-def report(device: torch.device, outcomes: dict[str, Outcome], mismatches: dict[str, int]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Where the optimizer's state lived", title_justify="left")
-    table.add_column("")
-    for name in outcomes:
-        table.add_column(name, justify="right")
-
-    def row(label: str, show: Callable[[Outcome], str], **options: Any) -> None:
-        table.add_row(label, *(show(outcome) for outcome in outcomes.values()), **options)
-
-    row("device: resident state", lambda o: format_size(o.plan.bytes_of(Placement.RESIDENT)))
-    row("device: slots", lambda o: f"{o.plan.slots} × {format_size(o.plan.slot_bytes)}" if o.plan.slots else "none")
-    row("host: arenas", lambda o: format_size(o.receipt.host_state_bytes), end_section=True)
-    row("state on the device, in all", lambda o: format_size(o.receipt.device_state_bytes), style="bold")
-    row("chunks per step", lambda o: f"{num_chunks(o.plan)}")
-    row("fetched per step", lambda o: format_size(o.receipt.bytes_fetched))
-    row("stored per step", lambda o: format_size(o.receipt.bytes_stored), end_section=True)
-    row("final loss", lambda o: f"{o.loss:.6f}")
-    for what, count in mismatches.items():
-        table.add_row(what, "", f"{count} differ", style="red" if count else "green")
-    if device.type == "cpu":
-        table.caption = "No accelerator here: the CPU played the device, so nothing was really saved."
-        table.caption_justify = "left"
-    return table
+    row("device: resident state", {run: format_size(plan.bytes_of(Placement.RESIDENT)) for run, plan in plans.items()})
+    slots = {
+        run: f"{plan.slots} × {format_size(plan.slot_bytes)}" if plan.slots else "none" for run, plan in plans.items()
+    }
+    row("device: slots", slots)
+    row("host: arenas", {run: format_size(one["host_state_bytes"]) for run, one in receipts.items()}, end_section=True)
+    row("state on the device, in all", {run: format_size(one["device_state_bytes"]) for run, one in receipts.items()})
+    row("fetched per step", {run: format_size(one["bytes_fetched"]) for run, one in receipts.items()})
+    row("stored per step", {run: format_size(one["bytes_stored"]) for run, one in receipts.items()}, end_section=True)
+    row("loss, first and last step", {run: f"{first:.4f} → {last:.4f}" for run, (first, last, _) in losses.items()})
+    row("loss on data that was held out", {run: f"{held_out:.4f}" for run, (_, _, held_out) in losses.items()})
+    for what, (number, differ) in different.items():
+        label = {"weight": "weights", "state": "all of the state"}[what]
+        found.add_row(f"{label} ({number:,} elements)", "", f"{differ} differ", style="red" if differ else "green")
+    if torch.accelerator.current_accelerator() is None:
+        found.caption = "No accelerator here: the CPU played the device, so nothing was really saved."
+        found.caption_justify = "left"
+    return found
 
 
 def main() -> int:
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    make_repeatable(device)
-    console = Console()
-    console.print(f"A small GPT, bf16 parameters, fp32 masters, AdamW, {STEPS} steps on {device}")
-    outcomes = run_all(device, console)
-    resident, streamed = outcomes["resident"], outcomes["streamed"]
-    elements = {
-        "weights": sum(weight.numel() for weight in resident.weights.values()),
-        "all of the state": sum(tensor.numel() for tensor in resident.state.values()),
-    }
-    counts = (
-        count_mismatches(streamed.weights, resident.weights),
-        count_mismatches(streamed.state, resident.state),
-    )
-    labels = [f"{what} ({number:,} elements)" for what, number in elements.items()]
-    console.print(report(device, outcomes, dict(zip(labels, counts, strict=True))))
-    return 1 if any(counts) else 0
+    os.environ.setdefault("PYTHONPATH", "src")  # a checkout that nobody has installed
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    (FOLDER / "demo.toml").write_text(SETTINGS)
 
+    console.rule("What can this machine do?", align="left")
+    ask("doctor")
+    console.rule("What would a model that does not fit cost?", align="left")
+    ask("plan", "150M", "--budget", "1GiB")
+    console.rule("A run with resident state, never stopped", align="left")
+    ask(*training("resident"))
+    console.rule("The same with the state in host memory, and killed", align="left")
+    train_and_kill("streamed")
+    console.rule("The same command again goes on", align="left")
+    ask(*training("streamed"))
+    console.rule("Every bit compared", align="left")
+    different = num_different()
+    console.print(table(different))
+    console.rule("The report", align="left")
+    ask("report", str(FOLDER / "streamed"))
 
-def _flat(state: dict[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{index}.{name}": tensor for index, values in state.items() for name, tensor in values.items()}
+    console.rule("What to open", align="left")
+    streamed = FOLDER / "streamed"
+    for path, what in {
+        streamed / "report.html": "figures: loss, memory by owner, lanes of one step, plan against measured",
+        streamed / "samples.txt": f"what the model writes after {STEPS} steps",
+        streamed / "metrics.jsonl": "a row per step",
+        streamed / "config.toml": "all settings: offstage train --config … begins from here",
+        Path("docs/quick_start.md"): "the next steps",
+    }.items():
+        console.print(f"  [bold]{path}[/]  {what}", soft_wrap=True)
+    return 1 if any(differ for _, differ in different.values()) else 0
 
 
 if __name__ == "__main__":

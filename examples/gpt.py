@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small decoder-only GPT over bytes, and the bytes: Python's own standard library. For `demo.py` and `overlap.py`."""
+"""A small decoder-only GPT over bytes, and the bytes: Python's own standard library. For the other examples."""
 
 from __future__ import annotations
 

@@ -967,8 +967,9 @@ def test_updates_in_backward_are_right_or_refused(order):
     right_or_refused(lambda: assert_same(run(True), expected), *words)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("order", ["hooks first", "weights first"])
-def test_an_optimizer_in_the_users_own_hooks_is_right_or_refused(order):
+def test_an_optimizer_in_the_users_own_hooks_is_right_or_refused(order, seed):
     """One optimizer for each parameter, which steps as soon as its gradient is there."""
 
     def run(on):
@@ -991,7 +992,31 @@ def test_an_optimizer_in_the_users_own_hooks_is_right_or_refused(order):
         return weights(model)
 
     expected = run(False)
-    with contextlib.suppress(ConfigError):
+    with on_lanes(seed), contextlib.suppress(OffstageError):
+        assert_same(run(True), expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("order", ["hooks first", "weights first"])
+def test_gradients_in_the_users_own_hooks_are_right_or_refused(order, seed):
+    """Hooks that look at the gradient, as for logging norms: of one micro-batch, and of the sum of two."""
+
+    def run(on):
+        torch.manual_seed(0)
+        model = transformer()
+        if on and order == "weights first":
+            offload_activations(model, **ON)
+        seen = []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.norm()))
+        if on and order == "hooks first":
+            offload_activations(model, **ON)
+        for number in range(2):
+            model(batch(number)).backward()
+        return seen
+
+    expected = run(False)
+    with on_lanes(seed), contextlib.suppress(OffstageError):
         assert_same(run(True), expected)
 
 

@@ -162,6 +162,14 @@ class HostWeights:
         """When it runs: a parameter that was frozen may not be so any more."""
         owner = weakref.ref(self)
         for weight in self._weights[layer]:
+            hooks = weight.param._post_accumulate_grad_hooks or {}
+            others = sum(not _is_ours(hook) for hook in hooks.values())
+            if others:
+                raise ConfigError(
+                    f"Parameter {weight.name!r}, which lives on the host (weights=True), has {others} hooks for its "
+                    "accumulated gradient (register_post_accumulate_grad_hook), which would see it before it is there; "
+                    "expected none. Take them off, leave that layer out of layers, or use Tensor.register_hook."
+                )
             if weight.param.requires_grad and weight not in self._hooked:
                 self._hooked.add(weight)
                 after = functools.partial(_after_gradient, owner, weight)
@@ -235,6 +243,11 @@ class HostWeights:
                 weight.bring_home()
                 self._is_closed = True
                 _on_host.pop(weight.param, None)  # type: ignore[no-untyped-call]
+
+
+def _is_ours(hook: Any) -> bool:
+    """Optimizers of ours take a gradient's arrival as a cue, and do not look at it."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("offstage.")
 
 
 def _in_backward() -> bool:

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m offstage` is `offstage`."""
+
+import sys
+
+from offstage.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Under what conditions a run is made: kernels that repeat, and errors that say what to do about the device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+
+from offstage.errors import OffstageError
+from offstage.train.config import TrainConfig
+
+
+@contextlib.contextmanager
+def repeatable(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Kernels that give the same bits every time, where there is a choice; and none that the CPU cannot run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    memory = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if device.type != "cpu" and config.run.deterministic:
+        # cuBLAS gives the same bits every time only with a fixed workspace, chosen before its first use.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward would not be among them
+        memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    # Some virtual machines report AMX and do not allow it: oneDNN's bf16 products then die of an illegal instruction.
+    onednn, half = torch.backends.mkldnn.enabled, config.model.dtype_on(device) != torch.float32
+    if device.type == "cpu" and half:
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
+        torch.backends.mkldnn.enabled = onednn
+
+
+@contextlib.contextmanager
+def explained(config: TrainConfig) -> Iterator[None]:
+    """What torch raises about the device, with what can be done about it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OffstageError(
+            f"Device memory ran out: {_first_line(error)} In this order: activations.mode='checkpoint' (now "
+            f"{config.activations.mode!r}), data.batch={max(1, config.data.batch // 2)} with more micro-batches "
+            "(data.micro_batches), a smaller offload.device_budget, offload.update_in_backward with optimizer.clip=0. "
+            "`offstage plan` says what fits. Complete checkpoints are as they were."
+        ) from error
+    except RuntimeError as error:
+        if "does not have a deterministic implementation" not in str(error):
+            raise
+        raise OffstageError(
+            f"This model has an operation whose bits do not repeat: {_first_line(error)} Use run.deterministic=false; "
+            "a run that is stopped and goes on then ends close to one that is not, and not with the same bits."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

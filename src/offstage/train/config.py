@@ -1,0 +1,484 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`TrainConfig`: everything a run can be told, validated when it is made, with one section per part of the trainer.
+
+    config = load_config(Path("run.toml"), ["--run.steps", "500", "--offload.fraction", "0.5"])
+    Path("runs/default/config.toml").write_text(to_toml(config))
+
+A section is a table of the TOML file and the prefix of its flags: `steps` under `[run]` is `--run.steps`. The command
+line goes over the file, and the file over the defaults. Settings are checked together, after both have spoken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from offstage.config import OffloadConfig, format_size, parse_size
+from offstage.errors import ConfigError
+from offstage.flags import Values, parse_sections
+from offstage.settings import check, checked, field_types, nearest
+
+SizeName = Literal["1M", "10M", "50M", "150M", "500M", "1B", "2.7B", "7B", "13B", "18B", "20B"]
+"""The names of `train.model.SIZES`."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What is trained: a decoder-only transformer of a named size, or a causal language model of transformers."""
+
+    size: SizeName = "1M"
+    """Which of the named sizes, about so many parameters: RMSNorm, RoPE, SwiGLU, grouped-query attention."""
+
+    transformers: str | None = None
+    """A causal language model of the transformers package instead, with fresh weights: the path of a config.json or of
+    its folder, or a model type such as llama. Needs `pip install transformers`."""
+
+    layers: int | None = None
+    """Blocks, instead of the size's."""
+
+    width: int | None = None
+    """Features of a token between blocks, instead of the size's."""
+
+    heads: int | None = None
+    """Attention heads, instead of the size's. They divide the width."""
+
+    kv_heads: int | None = None
+    """Heads of keys and values, instead of the size's. They divide the heads; fewer means grouped-query attention."""
+
+    hidden: int | None = None
+    """Features inside a block's SwiGLU, instead of the size's."""
+
+    experts: int | None = None
+    """Experts per block, instead of one SwiGLU: a mixture of experts."""
+
+    experts_per_token: int | None = None
+    """Experts that each token goes to."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Format of weights and activations. auto: bfloat16 on an accelerator, float32 on the CPU. With bfloat16 the
+    optimizer keeps fp32 masters (offload.master_weights)."""
+
+    compile: bool = False
+    """torch.compile every block. The first step takes longer."""
+
+    def __post_init__(self) -> None:
+        checked(self, "model")
+        own = ("layers", "width", "heads", "kv_heads", "hidden", "experts", "experts_per_token")
+        given = [name for name in own if getattr(self, name) is not None]
+        for name in given:
+            _at_least(0 if name == "experts" else 1, getattr(self, name), f"model.{name}")
+        if self.transformers is not None and (given or self.size != "1M"):
+            other = given[0] if given else "size"
+            raise ConfigError(
+                f"model.transformers={self.transformers!r} takes all sizes from its own configuration, which "
+                f"contradicts model.{other}={getattr(self, other)!r}. Leave one of the two out; sizes of a "
+                "transformers model are changed in its config.json."
+            )
+        if None not in (self.experts, self.experts_per_token) and self.experts_per_token > self.experts:  # type: ignore[operator]
+            raise ConfigError(
+                f"model.experts_per_token expects at most the {self.experts} of model.experts; found "
+                f"{self.experts_per_token}. Lower it, or raise model.experts."
+            )
+
+    def dtype_on(self, device: torch.device) -> torch.dtype:
+        """The format on `device`, "auto" decided."""
+        automatic = "float32" if device.type == "cpu" else "bfloat16"
+        return DTYPES[automatic if self.dtype == "auto" else self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings:
+    """What it is trained on: bytes of text files, shuffled, each sequence once per epoch."""
+
+    paths: tuple[str, ...] = ()
+    """Text files, or folders of them. Without any: the source of Python's standard library, which is on every
+    machine."""
+
+    sequence: int = 256
+    """Bytes per sequence."""
+
+    batch: int = 8
+    """Sequences per micro-batch and rank."""
+
+    micro_batches: int = 1
+    """Micro-batches per optimizer step. More of them use the same memory and make updates rarer."""
+
+    eval_share: float = 0.05
+    """Share of the data that is only evaluated on."""
+
+    def __post_init__(self) -> None:
+        checked(self, "data")
+        for name in ("sequence", "batch", "micro_batches"):
+            _at_least(1, getattr(self, name), f"data.{name}")
+        if not 0.0 <= self.eval_share < 1.0:
+            raise ConfigError(
+                f"data.eval_share expects a share from 0.0 to less than 1.0; found {self.eval_share}. Leave it out for "
+                "0.05."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """How it is trained: AdamW with warm-up, cosine and clipping."""
+
+    lr: float = 1e-3
+    """The highest learning rate, reached after the warm-up."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
+
+    eps: float = 1e-8
+    """Added to the denominator."""
+
+    weight_decay: float = 0.1
+    """Of matrices; norms and other vectors have none."""
+
+    clip: float = 1.0
+    """Largest norm of all gradients together. 0: no clipping."""
+
+    warm_up: int = 20
+    """Steps in which the learning rate rises from 0."""
+
+    last_lr_share: float = 0.1
+    """The cosine ends at this share of lr, in the last step."""
+
+    def __post_init__(self) -> None:
+        checked(self, "optimizer")
+        for name, least in (("lr", 0.0), ("eps", 0.0), ("weight_decay", 0.0), ("clip", 0.0), ("warm_up", 0)):
+            _at_least(least, getattr(self, name), f"optimizer.{name}")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ConfigError(
+                f"optimizer.betas expects two numbers from 0.0 to less than 1.0; found {list(self.betas)}. Leave it "
+                "out for 0.9 and 0.95."
+            )
+        if not 0.0 <= self.last_lr_share <= 1.0:
+            raise ConfigError(
+                f"optimizer.last_lr_share expects a share from 0.0 to 1.0; found {self.last_lr_share}. Use 1.0 for a "
+                "learning rate that stays, or leave it out for 0.1."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSettings:
+    """What happens to the tensors that forward saves for backward."""
+
+    mode: Literal["keep", "checkpoint", "offload", "checkpoint_and_offload", "auto"] = "keep"
+    """keep: they stay on the device. checkpoint: a block keeps its input and computes the rest again, a third more
+    time. offload: they wait in host memory. checkpoint_and_offload: blocks compute again, from inputs that wait in
+    host memory. auto: per block, what device_peak leaves room for."""
+
+    device_peak: int | str | None = None
+    """For auto: most bytes of device memory for the whole process, such as 24GiB. Without it: all the device has."""
+
+    fraction: float = 1.0
+    """For offload and checkpoint_and_offload: the share of the saved bytes that leaves."""
+
+    def __post_init__(self) -> None:
+        checked(self, "activations")
+        if self.device_peak is not None:
+            object.__setattr__(self, "device_peak", parse_size(self.device_peak, "activations.device_peak"))
+        if not 0.0 <= self.fraction <= 1.0:
+            raise ConfigError(
+                f"activations.fraction expects a share from 0.0 to 1.0; found {self.fraction}. Leave it out for 1.0."
+            )
+        if self.fraction != 1.0 and not self.offloads:
+            raise ConfigError(
+                f"activations.fraction={self.fraction} is a share of what leaves the device, which contradicts "
+                f"activations.mode={self.mode!r}. Use activations.mode='offload', or leave fraction out."
+            )
+        if self.device_peak is not None and self.mode != "auto":
+            raise ConfigError(
+                f"activations.device_peak={format_size(int(self.device_peak))} is for activations.mode='auto', which "
+                f"contradicts {self.mode!r}. Use 'auto', or leave device_peak out."
+            )
+
+    @property
+    def offloads(self) -> bool:
+        return self.mode in ("offload", "checkpoint_and_offload")
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.mode in ("checkpoint", "checkpoint_and_offload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """How several ranks, started by torchrun, share the work."""
+
+    fsdp: Literal["auto"] | bool = "auto"
+    """FSDP2: the ranks of a stage divide weights, gradients and state. auto: if there is more than one of them."""
+
+    stages: int = 1
+    """Pipeline stages: consecutive blocks, on different ranks. They divide the number of ranks."""
+
+    schedule: Literal["1F1B", "GPipe", "Interleaved1F1B"] = "1F1B"
+    """Order of the micro-batches in a pipeline."""
+
+    def __post_init__(self) -> None:
+        checked(self, "parallel")
+        _at_least(1, self.stages, "parallel.stages")
+        if self.stages == 1 and self.schedule != "1F1B":
+            raise ConfigError(
+                f"parallel.schedule={self.schedule!r} is the order of micro-batches in a pipeline, which contradicts "
+                "parallel.stages=1. Use at least 2 stages, or leave schedule out."
+            )
+
+    def shards(self, ranks_per_stage: int) -> bool:
+        """Whether FSDP2 is used, "auto" decided."""
+        return ranks_per_stage > 1 if self.fsdp == "auto" else bool(self.fsdp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """How long, where, and what is written down."""
+
+    folder: str = "runs/default"
+    """Everything about the run: configuration, metrics, checkpoints, samples, report."""
+
+    steps: int = 300
+    """Optimizer steps in all, those before a resume included."""
+
+    seed: int = 0
+    """Of the first weights, the order of the data and the samples."""
+
+    device: str = "auto"
+    """auto: this machine's accelerator, or the CPU if there is none. Otherwise a device of torch, such as cpu."""
+
+    resume: bool = True
+    """Go on from the newest complete checkpoint in the folder, if there is one: same bits as never having stopped."""
+
+    deterministic: bool = True
+    """On an accelerator: kernels that give the same bits every time, so that a resume is exact there too. Attention's
+    backward takes a little longer."""
+
+    save_every: int = 100
+    """Steps between checkpoints. 0: only at the end."""
+
+    save_last: bool = True
+    """Save after the last step, and when the run is stopped. Without it, and with save_every=0, nothing is saved."""
+
+    keep_checkpoints: int = 2
+    """How many of the newest are kept."""
+
+    asynchronous_saves: bool = True
+    """Checkpoints are written while training goes on."""
+
+    eval_every: int = 100
+    """Steps between evaluations. 0: never."""
+
+    eval_batches: int = 8
+    """Batches of one evaluation."""
+
+    sample_every: int = 0
+    """Steps between samples of text. 0: never."""
+
+    sample_bytes: int = 200
+    """Length of a sample."""
+
+    not_finite: Literal["skip", "stop"] = "skip"
+    """What happens if the loss or a gradient is NaN or infinite. skip: the step is left out and counted. stop: the run
+    ends."""
+
+    most_not_finite: int = 10
+    """With skip: the run ends after so many skipped steps in a row."""
+
+    progress: Literal["auto", "rich", "quiet", "json"] = "auto"
+    """rich: a line that moves. json: one JSON object per line, for logs. quiet: only what matters. auto: rich on a
+    terminal, otherwise quiet."""
+
+    tensorboard: bool = False
+    """Write metrics for TensorBoard too. Needs `pip install tensorboard`."""
+
+    observe_step: int = 5
+    """The step whose memory and lanes are recorded for the report. 0: none."""
+
+    def __post_init__(self) -> None:
+        checked(self, "run")
+        for name in ("steps", "keep_checkpoints", "eval_batches", "sample_bytes", "most_not_finite"):
+            _at_least(1, getattr(self, name), f"run.{name}")
+        for name in ("seed", "save_every", "eval_every", "sample_every", "observe_step"):
+            _at_least(0, getattr(self, name), f"run.{name}")
+        if not self.folder:
+            raise ConfigError("run.folder expects the path of a folder; found ''. Leave it out for runs/default.")
+        if self.device != "auto":
+            self.torch_device()
+
+    def torch_device(self) -> torch.device:
+        """The device, "auto" decided. Whether it is there is found out by whoever uses it."""
+        if self.device == "auto":
+            return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        try:
+            return torch.device(self.device)
+        except RuntimeError:
+            raise ConfigError(
+                f"run.device expects auto or a device of torch, such as cpu; found {self.device!r}. Leave it out for "
+                "auto."
+            ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """One run. Each section has its own table in TOML and its own prefix on the command line."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    activations: ActivationSettings = field(default_factory=ActivationSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    run: RunSettings = field(default_factory=RunSettings)
+
+    def __post_init__(self) -> None:
+        for name, section in SECTIONS.items():
+            if not isinstance(getattr(self, name), section):
+                raise ConfigError(
+                    f"TrainConfig expects {section.__name__} for {name}; found {type(getattr(self, name)).__name__}."
+                )
+        if self.run.eval_every and not self.data.eval_share:
+            raise ConfigError(
+                f"run.eval_every={self.run.eval_every} needs data to evaluate on, which contradicts "
+                "data.eval_share=0. Use run.eval_every=0 too, or leave eval_share out."
+            )
+        if self.parallel.stages > 1:
+            self._check_pipeline()
+        if self.model.dtype == "float32" and self.offload.master_weights == "split":
+            raise ConfigError(
+                "offload.master_weights='split' splits fp32 masters of bf16 weights, which contradicts "
+                "model.dtype='float32'. Use model.dtype='bfloat16', or leave master_weights out."
+            )
+
+    def _check_pipeline(self) -> None:
+        stages, batches = self.parallel.stages, self.data.micro_batches
+        if batches < stages:
+            raise ConfigError(
+                f"parallel.stages={stages} expects at least as many micro-batches, or stages stand idle; found "
+                f"data.micro_batches={batches}. Use data.micro_batches={stages} or more."
+            )
+        if self.offload.update_in_backward:
+            raise ConfigError(
+                f"offload.update_in_backward cannot know which backward is the last in a pipeline, which contradicts "
+                f"parallel.stages={stages}. Use offload.overlap_forward, or one stage."
+            )
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSettings,
+    "data": DataSettings,
+    "optimizer": OptimizerSettings,
+    "offload": OffloadConfig,
+    "activations": ActivationSettings,
+    "parallel": ParallelSettings,
+    "run": RunSettings,
+}
+_SIZES = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window")
+
+
+def load_config(toml: Path | None, arguments: Sequence[str]) -> TrainConfig:
+    """The configuration of a TOML file, if there is one, with the flags of a command line over it."""
+    values = read_toml(toml) if toml is not None else {}
+    return build(parse_sections(SECTIONS, values, arguments, prog="offstage train") if arguments else values)
+
+
+def build(values: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
+    """Defaults, with `values` over them."""
+    sections = {}
+    for name, fields in values.items():
+        try:
+            sections[name] = SECTIONS[name](**fields)
+        except ConfigError as error:
+            # The trainer's own sections say whose field it is; the library does not know that it is a section.
+            raise ConfigError(f"offload: {error}") if name == "offload" else error from None
+    return TrainConfig(**sections)
+
+
+def read_toml(path: Path) -> Values:
+    """What a file says, names and types checked."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"A configuration is expected at {path}; found {error.strerror or error}. Give the path of a TOML file, or "
+            "leave it out for the defaults."
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is expected to be TOML, such as '[run]' and then 'steps = 300'; found: {error}. Mend that line."
+        ) from None
+    values: Values = {}
+    for section, fields in content.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{path} has an unknown section [{section}]. {nearest(section, SECTIONS)}")
+        if not isinstance(fields, dict):
+            raise ConfigError(
+                f"{path}: {section} expects a table, '[{section}]' and a line for each setting; found {fields!r}."
+            )
+        known = field_types(SECTIONS[section])
+        for name, value in fields.items():
+            if name not in known:
+                raise ConfigError(f"{path} has an unknown setting {section}.{name}. {_near(section, name)}")
+            values.setdefault(section, {})[name] = check(value, known[name], f"{path}: {section}.{name}")
+    return values
+
+
+def _near(section: str, name: str) -> str:
+    """In this section if possible; a setting may also stand in the wrong one."""
+    everything = {one: [f"{one}.{key}" for key in field_types(cls)] for one, cls in SECTIONS.items()}
+    elsewhere = [key for keys in everything.values() for key in keys if key.endswith(f".{name}")]
+    return nearest(f"{section}.{name}", elsewhere or everything[section])
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The whole configuration, so that `load_config` makes the same of it whatever the defaults become."""
+    return "\n".join(line for name in SECTIONS for line in _section_lines(name, getattr(config, name)))
+
+
+def _section_lines(name: str, section: Any) -> Iterator[str]:
+    yield f"[{name}]"
+    for one in dataclasses.fields(section):
+        value = getattr(section, one.name)
+        if value is not None:  # TOML has no null, and None is the default wherever it may be given
+            yield f"{one.name} = {_toml_value(one.name, value)}"
+    yield ""
+
+
+def _toml_value(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {json.dumps(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(name, one) for one in value) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # as TOML writes strings, but for DEL
+    if name in _SIZES and value and value % 1024 == 0:
+        unit, text = max((1024**power, f"{one}iB") for power, one in enumerate("KMGT", 1) if value % 1024**power == 0)
+        return json.dumps(f"{value // unit}{text}")
+    return repr(value)
+
+
+def resolved(config: TrainConfig, *, device: torch.device, ranks_per_stage: int = 1) -> TrainConfig:
+    """`config` with what "auto" came to on this machine. What the terminal decides stays open."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.model.dtype_on(device) == torch.bfloat16 else "float32"
+    return dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, dtype=dtype),
+        parallel=dataclasses.replace(config.parallel, fsdp=config.parallel.shards(ranks_per_stage)),
+        run=dataclasses.replace(config.run, device=device.type if config.run.device == "auto" else config.run.device),
+    )
+
+
+def _at_least(least: float, value: float, name: str) -> None:
+    if not (math.isfinite(value) and value >= least):
+        whole = "whole " if isinstance(least, int) else ""
+        raise ConfigError(
+            f"{name} expects a {whole}number of at least {least:g}; found {value}. Leave it out for the default."
+        )

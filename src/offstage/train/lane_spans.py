@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When each lane worked, and how many bytes it carried. Used by `observe.py`.
+
+- `LaneWatch` stands around the lanes' own `submit`: on the CPU, where work runs as it is submitted, that is all of it;
+  beside an accelerator it sees the updates that host threads make.
+- `DeviceTrace` is torch's profiler, for what an accelerator does. Work belongs to the lane whose stream it ran on; the
+  spans `offstage: fetch` and so on, in which lanes launch their work, tell which stream is whose.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from offstage.host_threads import Slice
+from offstage.lanes import Buffers, Lane, Lanes, Mark
+
+Span = tuple[float, float, int]
+"""Start and end in milliseconds since the iteration began, and the bytes that were carried."""
+Spans = dict[str, list[Span]]
+Event = Mapping[str, Any]
+
+COMPUTE = "model"
+"""What the caller's stream does."""
+COLLECTIVES = "collectives"
+OTHER = "other streams"
+MOST_SPANS = 400
+"""Of one lane: a figure shows no more."""
+NUM_BINS = 120
+"""Of the link's use over time."""
+
+_CARRIES = (Lane.FETCH, Lane.STORE, Lane.LOWER, Lane.RAISE)
+_UP, _DOWN = ("fetch", "raise"), ("store", "lower")
+_SPAN = "offstage: "
+"""How the names of spans begin in which lanes launch work (`lanes.py`)."""
+_BEGIN = "offstage observes"
+_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
+_UPDATE_KERNELS = ("adamw_kernel", "hyperparameters_kernel", "fingerprint_kernel")
+"""The rules' own kernels (`rules/adamw_triton.py`)."""
+
+
+class LaneWatch:
+    """Times the work of `lanes` while it is on."""
+
+    def __init__(self, lanes: Sequence[Lanes], *, at_submit: bool) -> None:
+        """`at_submit`: work runs as it is submitted, and not in a stream."""
+        self._lanes, self._at_submit = list(lanes), at_submit
+        self._found: dict[str, list[Span]] = defaultdict(list)
+        self._lock = threading.Lock()
+        self._began = 0.0
+
+    def start(self, began: float) -> None:
+        """`began`: when the iteration did, by `time.perf_counter`."""
+        self._began = began
+        for lanes in self._lanes:
+            # On the objects, over the class's own methods: taking them off again is all that `stop` has to do.
+            vars(lanes)["submit_on_host"] = self._submit_on_host(lanes.submit_on_host)
+            if self._at_submit:
+                vars(lanes)["submit"] = self._submit(lanes.submit)
+
+    def stop(self) -> None:
+        for lanes in self._lanes:
+            for name in ("submit", "submit_on_host"):
+                vars(lanes).pop(name, None)
+
+    def spans(self) -> Spans:
+        with self._lock:
+            return {lane: sorted(spans) for lane, spans in self._found.items()}
+
+    def _submit(self, inner: Callable[..., Mark]) -> Callable[..., Mark]:
+        def submit(lane: Lane, work: Any, *, writes: Buffers = (), **others: Any) -> Mark:
+            start = time.perf_counter()
+            mark = inner(lane, work, writes=writes, **others)
+            self._add(lane, start, sum(buffer.nbytes for buffer in writes) if lane in _CARRIES else 0)
+            return mark
+
+        return submit
+
+    def _submit_on_host(self, inner: Callable[..., Mark]) -> Callable[..., Mark]:
+        def submit_on_host(slices: Sequence[Slice], **others: Any) -> Mark:
+            return inner([functools.partial(self._run, piece) for piece in slices], **others)
+
+        return submit_on_host
+
+    def _run(self, piece: Slice) -> None:
+        start = time.perf_counter()
+        piece()
+        self._add(Lane.HOST, start, 0)
+
+    def _add(self, lane: Lane, start: float, nbytes: int) -> None:
+        stop = time.perf_counter()
+        with self._lock:  # host threads come here at the same time
+            self._found[lane.value].append((1e3 * (start - self._began), 1e3 * (stop - self._began), nbytes))
+
+
+class DeviceTrace:
+    """What an accelerator does while this is on."""
+
+    def __init__(self, device: torch.device) -> None:
+        activity = getattr(ProfilerActivity, device.type.upper(), None) or ProfilerActivity.PrivateUse1
+        self._profile = profile(activities={ProfilerActivity.CPU, activity})
+
+    def start(self) -> None:
+        self._profile.start()
+
+    def begin(self) -> None:
+        """The iteration begins, with the device idle: so much it was by the profiler's clock."""
+        with record_function(_BEGIN):
+            pass
+
+    def stop(self) -> None:
+        self._profile.stop()
+
+    def spans(self) -> Spans:
+        """By lane; from the exported trace, which names streams and tells which call launched what."""
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(path))
+            return spans_of(json.loads(path.read_text())["traceEvents"])
+
+
+def spans_of(events: Sequence[Event]) -> Spans:
+    """The spans of each lane in the events of a trace."""
+    began = next(event["ts"] for event in events if event.get("name") == _BEGIN and event.get("ph") == "X")
+    work = [event for event in events if event.get("cat") in _WORK]
+    lane_of_stream = _lanes_of_streams(events, work)
+    caller = _callers_stream(work, lane_of_stream)
+    found: Spans = defaultdict(list)
+    for event in work:
+        start = (event["ts"] - began) / 1e3
+        nbytes = int(event["args"].get("bytes", 0)) if event["cat"] == "gpu_memcpy" else 0
+        found[_lane_of(event, lane_of_stream, caller)].append((start, start + event["dur"] / 1e3, nbytes))
+    return {lane: sorted(spans) for lane, spans in found.items()}
+
+
+def _lanes_of_streams(events: Sequence[Event], work: Iterable[Event]) -> dict[int, str]:
+    """Which stream is which lane's: by most of the work that was launched inside the lanes' own spans.
+
+    Not all of it is: threads of ours launch too, and the profiler looks at the one that started it.
+    """
+    spans: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") == "user_annotation" and event["name"].startswith(_SPAN):
+            lane = event["name"].removeprefix(_SPAN)
+            spans[event["tid"]].append((event["ts"], event["ts"] + event["dur"], lane))
+    for of_thread in spans.values():
+        of_thread.sort()
+    launches = [event for event in events if event.get("cat") in _LAUNCHES]
+    launched = {event["args"].get("correlation"): (event["tid"], event["ts"]) for event in launches}
+    votes: dict[int, Counter[str]] = defaultdict(Counter)
+    for event in work:
+        thread, at = launched.get(event["args"].get("correlation"), (None, 0.0))
+        of_thread = spans.get(thread, [])
+        index = bisect_right(of_thread, at, key=lambda span: span[0]) - 1
+        if index >= 0 and at <= of_thread[index][1]:
+            votes[event["args"]["stream"]][of_thread[index][2]] += 1
+    return {stream: counts.most_common(1)[0][0] for stream, counts in votes.items()}
+
+
+def _callers_stream(work: Iterable[Event], lane_of_stream: Mapping[int, str]) -> int | None:
+    """The stream with most kernel time that is no lane's: the model's."""
+    busy: Counter[int] = Counter()
+    for event in work:
+        stream = event["args"]["stream"]
+        if event["cat"] == "kernel" and stream not in lane_of_stream and not _is_collective(event):
+            busy[stream] += event["dur"]
+    return busy.most_common(1)[0][0] if busy else None
+
+
+def _lane_of(event: Event, lane_of_stream: Mapping[int, str], caller: int | None) -> str:
+    name, stream = event["name"], event["args"]["stream"]
+    if name.startswith(_UPDATE_KERNELS):  # on the caller's stream if everything is resident
+        return Lane.UPDATE.value
+    if stream in lane_of_stream:
+        return lane_of_stream[stream]
+    if stream == caller:
+        return COMPUTE
+    if _is_collective(event):
+        return COLLECTIVES
+    if name.startswith("Memcpy HtoD"):
+        return Lane.FETCH.value
+    return Lane.STORE.value if name.startswith("Memcpy DtoH") else OTHER
+
+
+def _is_collective(event: Event) -> bool:
+    return "nccl" in event["name"].lower() or "rccl" in event["name"].lower()
+
+
+# For figures
+
+
+def merged(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
+    """At most `most` spans in the place of `spans`, which are sorted: the shortest gaps are closed."""
+    joined = _close_gaps(spans, 0.0)
+    if len(joined) > most:
+        gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(joined))
+        joined = _close_gaps(joined, gaps[len(joined) - most - 1])
+    return [(round(start, 4), round(stop, 4), nbytes) for start, stop, nbytes in joined]
+
+
+def busy_ms(spans: Sequence[Span]) -> float:
+    """For how long any of them was there."""
+    return sum(stop - start for start, stop, _ in _close_gaps(spans, 0.0))
+
+
+def _close_gaps(spans: Sequence[Span], longest: float) -> list[Span]:
+    found: list[Span] = []
+    for start, stop, nbytes in spans:
+        if found and start - found[-1][1] <= longest:
+            found[-1] = (found[-1][0], max(found[-1][1], stop), found[-1][2] + nbytes)
+        else:
+            found.append((start, stop, nbytes))
+    return found
+
+
+def link_use(spans: Spans, end_ms: float, num_bins: int = NUM_BINS) -> dict[str, Any]:
+    """Bytes up and down over time, in bins of equal length."""
+    width = end_ms / num_bins
+    up = _binned((span for lane in _UP for span in spans.get(lane, ())), width, num_bins)
+    down = _binned((span for lane in _DOWN for span in spans.get(lane, ())), width, num_bins)
+    return {"bin_ms": width, "up_bytes": up, "down_bytes": down}
+
+
+def _binned(spans: Iterable[Span], width: float, num_bins: int) -> list[int]:
+    """A copy's bytes, spread evenly over the time it took."""
+    bins = [0.0] * num_bins
+    for start, stop, nbytes in spans:
+        first = min(max(int(start / width), 0), num_bins - 1)
+        last = min(max(int(stop / width), first), num_bins - 1)
+        for index in range(first, last + 1):
+            inside = min(stop, (index + 1) * width) - max(start, index * width)
+            share = inside / (stop - start) if stop > start else 1.0 / (last - first + 1)
+            bins[index] += nbytes * max(0.0, share)
+    return [round(value) for value in bins]

@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run`: the training loop. Read this first.
+
+`Training` puts the parts together (`passes.py` has the model, `feed.py` the data, `checkpoint.py` what is saved,
+`metrics.py` what is measured) and makes one step after the other. The host waits for a step's numbers when the next
+one has been queued, and for the device nowhere else, but where `optimizer.step()` must know the gradients' norm.
+
+A run that is stopped, by a signal, an error or kill -9, goes on with the same command and ends with the same bits as
+one that was never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offstage.checkpoint.agreeing import Ranks
+from offstage.errors import ConfigError, OffstageError
+from offstage.machine import measure_machine
+from offstage.optimizer import OffloadedOptimizer, offload
+from offstage.train import sampling
+from offstage.train.about import about_run, identity, num_parameters_of, predicted_plan
+from offstage.train.activation_mode import activation_mode
+from offstage.train.checkpoint import Checkpoints, rng_states, set_rng_states
+from offstage.train.conditions import explained, repeatable
+from offstage.train.config import TrainConfig, resolved, to_toml
+from offstage.train.data import Batches, Corpus
+from offstage.train.feed import Feed
+from offstage.train.learning_rate import learning_rate
+from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
+from offstage.train.observe import Observer
+from offstage.train.parallel import Parallel, started
+from offstage.train.passes import Passes, passes_for
+from offstage.train.progress import Progress, progress_for, spoken_warnings
+from offstage.train.run_folder import RunFolder
+from offstage.train.stopping import FAILED, Stopping
+
+logger = logging.getLogger("offstage")
+_PROMPT_BYTES = 64
+
+
+class NotFiniteError(OffstageError):
+    """The loss or a gradient is NaN or infinite, and the run may not go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a run ended."""
+
+    folder: Path
+    step: int
+    """The last step that was made."""
+    steps: int
+    """How many there were to make."""
+    loss: float | None
+    """Of the last step; `None` if there was none left to make."""
+    eval_loss: float | None
+    """Of the last evaluation."""
+    checkpoint: Path | None
+    """The last one: of `step`, unless `run.save_last` is off."""
+    skipped: int
+    """Steps left out in this process because a gradient was not finite."""
+    stopped_by: str | None = None
+    """The signal that ended it early, such as SIGINT."""
+
+
+def run(config: TrainConfig) -> Result:
+    """Train as `config` says, from the newest checkpoint in its folder if there is one. Every rank calls it."""
+    with contextlib.ExitStack() as open_until_end:
+        parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
+        open_until_end.enter_context(repeatable(config, parallel.device))
+        folder = RunFolder(config.run.folder)
+        with Ranks(None).agreeing("Opening the run's folder"):
+            if parallel.first:
+                open_until_end.enter_context(folder.held())
+        stopping = open_until_end.enter_context(Stopping(parallel.host_group).listening())
+        progress = progress_for(config.run.progress, first=parallel.first)
+        open_until_end.enter_context(spoken_warnings(progress))
+        training = Training(config, parallel, folder, progress)
+        open_until_end.callback(training.close)
+        with explained(config):
+            return training.run(stopping)
+
+
+class Training:
+    """One run on one rank."""
+
+    # Initialization
+
+    def __init__(self, config: TrainConfig, parallel: Parallel, folder: RunFolder, progress: Progress) -> None:
+        self.config, self.parallel, self.folder, self._progress = config, parallel, folder, progress
+        self.step = 0
+        self.eval_loss: float | None = None
+        self._skipped_in_a_row = 0
+        self._observer: Observer | None = None
+        self._last_row: Row | None = None
+        self._sinks: list[MetricsFile | TensorBoard] = []
+        self.checkpoints = Checkpoints(
+            folder.checkpoints,
+            keep=config.run.keep_checkpoints,
+            asynchronous=config.run.asynchronous_saves,
+            first=parallel.first,
+        )
+        ranks = Ranks(None)
+        with ranks.agreeing("Reading the data"):
+            self.feed, self._eval_data = self._open_data()
+        if self._predicts:
+            measure_machine(parallel.device)  # now, while the device is empty; then it is remembered
+        with contextlib.ExitStack() as open_until_closed:
+            with ranks.agreeing("Building the model"), explained(config):
+                self.passes: Passes = passes_for(config, parallel)
+                self.optimizer = self._make_optimizer()
+                open_until_closed.callback(self.optimizer.close)
+                modes = activation_mode(config.activations, self.passes, parallel.device)
+                self.activations = open_until_closed.enter_context(modes)
+            tokens = config.data.sequence * config.data.batch * config.data.micro_batches * parallel.data_ranks
+            self.meter = Meter(self.optimizer, parallel.device, tokens)
+            self._open = open_until_closed.pop_all()
+
+    def _open_data(self) -> tuple[Feed, Any]:
+        data, parallel = self.config.data, self.parallel
+        corpus = Corpus(data.paths, cache=self.folder.path)
+        training, held_out = corpus.split(data.eval_share)
+        batches = Batches(
+            training, data.sequence, data.batch, self.config.run.seed, parallel.data_rank, parallel.data_ranks
+        )
+        if self.config.run.eval_every:
+            self._eval_batches(held_out)  # raises now if there is too little
+        return Feed(batches, data.micro_batches, parallel.device), held_out
+
+    def _eval_batches(self, held_out: Any) -> Batches:
+        """From their beginning: every evaluation is on the same sequences."""
+        data, parallel = self.config.data, self.parallel
+        return Batches(held_out, data.sequence, data.batch, 0, parallel.data_rank, parallel.data_ranks)
+
+    def _make_optimizer(self) -> OffloadedOptimizer:
+        settings, model = self.config.optimizer, self.passes.model
+        params = list(model.parameters())
+        groups = [
+            {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
+            {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
+        ]
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps
+        )
+        return offload(adamw, model, self.config.offload)
+
+    # Runtime
+
+    def run(self, stopping: Stopping) -> Result:
+        """Until the last step, a signal, or something that may not go on."""
+        config = self.config.run
+        self._resume()
+        self._write_about()
+        self._open_sinks()
+        self._progress.begin(self.step, config.steps)
+        stopped = 0
+        try:
+            while self.step < config.steps and not stopped:
+                stopping.begin_step(failed=self.checkpoints.poll())
+                self._make_step()
+                stopped = stopping.end_step()
+                if stopped != FAILED:
+                    self._after_step(last=bool(stopped) or self.step == config.steps)
+            self.checkpoints.finish()  # raises what went wrong with a save, if that is why we are here
+            if stopped == FAILED:
+                raise OffstageError("A save has failed on another rank, whose message says why.")
+            return self._finish(stopped)
+        finally:
+            self._progress.end()
+
+    def _make_step(self) -> None:
+        step, optimizer = self.step + 1, self.optimizer
+        self._begin_observing(step)
+        self.meter.begin()
+        lr = learning_rate(self.config.optimizer, step, self.config.run.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr  # before backward, which may update already
+        loss = self.passes.gradients(self.feed.take(), optimizer, self._mark)
+        self.feed.prepare()
+        skipped_before = optimizer.skipped_steps
+        norm = self._clip()
+        self._mark("step")
+        optimizer.step()
+        optimizer.zero_grad()
+        skipped = optimizer.skipped_steps > skipped_before
+        self.step = step
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self._show(self.meter.end(step, self.parallel.mean(loss), norm, lr, skipped=skipped))
+        if not self.config.offload.overlap_forward:
+            self._end_observing()
+
+    def _clip(self) -> torch.Tensor | None:
+        """The norm of all gradients, which are clipped by it and skipped if it is not finite."""
+        settings = self.config.optimizer
+        if not settings.clip and self.config.offload.update_in_backward:
+            return None  # gradients are used up by now, and the loss alone can tell
+        return self.optimizer.clip_grad_norm_(settings.clip or math.inf, group=self.parallel.stage_group)
+
+    def _after_step(self, *, last: bool) -> None:
+        """What happens between two steps. What needs the step's numbers waits for them."""
+        config, step = self.config.run, self.step
+        evaluates = bool(config.eval_every) and (step % config.eval_every == 0 or step == config.steps)
+        saves = (last and config.save_last) or bool(config.save_every and step % config.save_every == 0)
+        samples = bool(config.sample_every) and step % config.sample_every == 0
+        given_up = self._skipped_in_a_row and (
+            config.not_finite == "stop" or self._skipped_in_a_row >= config.most_not_finite
+        )
+        if evaluates or saves or samples or given_up or last:
+            row = self.meter.flush()
+            if row is not None and evaluates:
+                row.eval_loss = self.eval_loss = self._evaluate()
+            self._show(row)
+        if samples:
+            self._sample()
+        if saves or (given_up and config.save_last):
+            self._save(wait=last or bool(given_up))
+        if given_up:
+            raise NotFiniteError(
+                f"{_times(self._skipped_in_a_row)} in a row up to step {step} had gradients that are NaN or infinite "
+                f"(run.not_finite={config.not_finite!r}, run.most_not_finite={config.most_not_finite}). None of them "
+                f"changed a weight; the newest checkpoint is {self.checkpoints.newest() or 'none'}. Lower "
+                "optimizer.lr, or look at the data; the same command goes on from there."
+            )
+
+    def _show(self, row: Row | None) -> None:
+        """A row has arrived: it is looked at, shown and written."""
+        if row is None:
+            return
+        self._last_row = row
+        for sink in self._sinks:
+            sink.write(row)
+        self._progress.show(row)
+        if row.skipped:
+            self._progress.say(f"step {row.step} changed nothing: its gradients are not finite", step=row.step)
+        elif row.loss is None:
+            self.checkpoints.finish()
+            newest = self.checkpoints.newest()
+            raise NotFiniteError(
+                f"The loss of step {row.step} is not finite, and backward has used its gradients already: with "
+                "offload.update_in_backward and without clipping nobody can look at them first. Nothing was saved "
+                f"since. The newest checkpoint is {newest or 'none'}: go on from there with optimizer.clip=1.0, which "
+                "skips such steps, or with a lower optimizer.lr."
+            )
+
+    # Evaluation and samples
+
+    def _evaluate(self) -> float:
+        """The mean loss of the same batches every time."""
+        batches = self._eval_batches(self._eval_data)
+        with self.passes.evaluating():
+            losses = [
+                self.passes.loss(batches.next().to(self.parallel.device)) for _ in range(self.config.run.eval_batches)
+            ]
+            found = float(self.parallel.mean(torch.stack(losses).mean()))
+        self._progress.say(f"step {self.step}: loss {found:.4f} on data that was held out", step=self.step, loss=found)
+        return found
+
+    def _sample(self) -> None:
+        config = self.config
+        prompt = self._eval_data.read(0, min(_PROMPT_BYTES, config.data.sequence // 2)).tobytes() or b"\n"
+        with self.passes.evaluating():
+            written = sampling.write(
+                lambda window: self.passes.logits(window.to(self.parallel.device)),
+                prompt,
+                config.run.sample_bytes,
+                sequence=config.data.sequence,
+                seed=config.run.seed,
+            )
+        if self.parallel.first:
+            self.folder.append(self.folder.samples, sampling.entry(self.step, prompt, written))
+
+    # Observing one step
+
+    def _begin_observing(self, step: int) -> None:
+        if step == self.config.run.observe_step and self.parallel.first:
+            layers = self.passes.layers()
+            observer = Observer(self.passes.model, self.optimizer, self.parallel.device, layers=layers, step=step)
+            self._observer = observer.__enter__()
+
+    def _mark(self, phase: str) -> None:
+        # With `overlap_forward` the updates of a step run under the forward of the next one, which is looked at too.
+        if phase == "backward" and self.step == self.config.run.observe_step:
+            self._end_observing()
+        self.meter.mark(phase)
+        if self._observer is not None:
+            self._observer.mark(phase)
+
+    def _end_observing(self) -> None:
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.__exit__(None, None, None)
+            observer.save(self.folder.observed)
+
+    # Saving and going on
+
+    def _save(self, *, wait: bool) -> Path:
+        extra = {
+            "step": self.step,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "data": self.feed.position,
+            "ranks": self.parallel.ranks,
+            **rng_states(self.parallel.rank, self.parallel.device),
+        }
+        self._write_receipt()  # a run that is killed has one, too
+        return self.checkpoints.save(self.step, self.passes.model, self.optimizer, extra, wait=wait)
+
+    def _resume(self) -> None:
+        newest = self.checkpoints.newest()
+        torch.manual_seed(self.config.run.seed + self.parallel.rank)
+        if newest is None:
+            return
+        if not self.config.run.resume:
+            raise ConfigError(
+                f"run.resume=false begins a new run, and {newest} is of an old one; expected a folder without "
+                "checkpoints. Choose another run.folder, or remove this one."
+            )
+        self._check_model(newest)
+        extra = self.checkpoints.load(newest, self.passes.model, self.optimizer)
+        self._restore_options()
+        self.feed.go_to(extra["data"])
+        self.step, self._skipped_in_a_row = extra["step"], extra["skipped_in_a_row"]
+        if not set_rng_states(extra, self.parallel.rank, self.parallel.device):
+            logger.warning(
+                "%s has no random state for this rank: it was saved by %d ranks", newest, extra.get("ranks", 1)
+            )
+        self._progress.say(f"going on after step {self.step}, from {newest}", step=self.step, checkpoint=newest)
+
+    def _check_model(self, newest: Path) -> None:
+        """Raise, with settings instead of tensors, if the run in this folder has another model."""
+        then = self.folder.read_json(self.folder.run).get("model", {})
+        now = identity(self.config, self.parallel.device)
+        differs = [name for name in {**then, **now} if then and then.get(name) != now.get(name)]
+        if differs:
+            listed = ", ".join(f"{name} {then.get(name)} then and {now.get(name)} now" for name in differs[:3])
+            raise ConfigError(
+                f"{newest} is of another model: {listed}. Nothing was changed. Give the model's settings as they were, "
+                "or choose another run.folder."
+            )
+
+    def _restore_options(self) -> None:
+        """A checkpoint brings the optimizer's options along; those of this run's settings count."""
+        settings = self.config.optimizer
+        for group in self.optimizer.param_groups:
+            decays = any(param.dim() > 1 for param in group["params"])
+            group.update(betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay if decays else 0.0)
+
+    # What is written down
+
+    def _write_about(self) -> None:
+        counted = (self.parallel.stage, num_parameters_of(self.passes.model))
+        parameters = sum(number for _, number in set(Ranks(None).gather(counted)))
+        if self.parallel.first:
+            ranks_per_stage = self.parallel.data_ranks
+            settings = resolved(self.config, device=self.parallel.device, ranks_per_stage=ranks_per_stage)
+            self.folder.write_text(self.folder.config, to_toml(settings))
+            about = about_run(self.config, self.parallel, self.optimizer, parameters=parameters)
+            self.folder.write_json(self.folder.run, about)
+            self._progress.say(
+                f"{parameters:,} parameters on {self.parallel.device}, {self.optimizer.plan.summary()}",
+                parameters=parameters,
+            )
+
+    def _open_sinks(self) -> None:
+        if self.parallel.first:
+            self._sinks.append(MetricsFile(self.folder.metrics, after_step=self.step))
+            if self.config.run.tensorboard:
+                self._sinks.append(TensorBoard(self.folder.tensorboard))
+
+    def _write_receipt(self) -> None:
+        if self.parallel.first and self.optimizer.steps:
+            self.folder.write_json(self.folder.receipt, dataclasses.asdict(self.optimizer.receipt()))
+
+    @property
+    def _predicts(self) -> bool:
+        """On the CPU lanes are not real, and of many ranks each has its own times."""
+        return self.parallel.ranks == 1 and self.parallel.device.type != "cpu" and self.config.offload.fraction != 0.0
+
+    def _write_prediction(self) -> None:
+        """What the planner would have said of this run, given how long forward and backward took; for the report."""
+        if self._predicts and self.optimizer.steps:
+            plan = predicted_plan(self.optimizer, self.config, self.meter, self.parallel.device)
+            if plan is not None:
+                about = self.folder.read_json(self.folder.run)
+                self.folder.write_json(self.folder.run, {**about, "plan": json.loads(plan.to_json())})
+
+    def _finish(self, stopped: int) -> Result:
+        name = signal.Signals(stopped).name if stopped else None
+        newest = self.checkpoints.newest()
+        self._write_receipt()
+        self._write_prediction()
+        where = f"the newest checkpoint is {newest or 'none'}"
+        if name is not None:
+            self._progress.say(
+                f"stopped by {name} after step {self.step}, {where}: the same command goes on", signal=name
+            )
+        else:
+            self._progress.say(f"all {self.step} steps are made, {where}", checkpoint=newest)
+        return Result(
+            folder=self.folder.path,
+            step=self.step,
+            steps=self.config.run.steps,
+            loss=self._last_row.loss if self._last_row is not None else None,
+            eval_loss=self.eval_loss,
+            checkpoint=newest,
+            skipped=self.optimizer.skipped_steps,
+            stopped_by=name,
+        )
+
+    def close(self) -> None:
+        """Give everything back. A save under way comes to its end, if this process is all it needs."""
+        if self.parallel.ranks == 1:
+            with contextlib.suppress(OffstageError):
+                self.checkpoints.finish()
+        self._end_observing()
+        for sink in self._sinks:
+            sink.close()
+        self._open.close()
+
+
+def _times(number: int) -> str:
+    return "1 step" if number == 1 else f"{number} steps"

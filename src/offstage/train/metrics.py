@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every step is measured by, and `metrics.jsonl`. Filled by `loop.py`, shown by `progress.py`.
+
+The host never waits for the step it has just queued: `Meter` keeps each step's numbers on their way and reads them
+when the next step has been queued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offstage.errors import OffstageError
+from offstage.optimizer import OffloadedOptimizer
+from offstage.train.run_folder import named
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One step, as one line of `metrics.jsonl`. `None`: not measured here."""
+
+    step: int
+    """Counted from 1."""
+    loss: float | None
+    """Mean over all micro-batches of all ranks, before the step's update; `None` if it is not finite."""
+    lr: float
+    grad_norm: float | None
+    """Before clipping; `None` if it is not finite, or not known because gradients are used up in backward."""
+    tokens_per_s: float
+    """Of all ranks together."""
+    step_ms: float
+    """From taking the batch to the end of `step()`, on the device."""
+    device_bytes: int | None
+    """Allocated on the device at the end of the step."""
+    device_peak_bytes: int | None
+    """The most there was so far."""
+    host_rss_bytes: int
+    exposed_ms: float | None
+    """How long the caller's stream stood still for this step's updates."""
+    hidden_ms: float | None
+    """How much of the transfers, at the link's rate, and of the CPU's updates ran under something else."""
+    bytes_fetched: int
+    bytes_stored: int
+    skipped: bool
+    """Nothing was updated, because a gradient was not finite."""
+    eval_loss: float | None = None
+
+    def to_json(self) -> str:
+        """One line. What was not evaluated has no loss of an evaluation."""
+        values = dataclasses.asdict(self)
+        if self.eval_loss is None:
+            del values["eval_loss"]
+        return json.dumps(values, allow_nan=False)
+
+
+@dataclass
+class _Underway:
+    """A step that the device may still be busy with."""
+
+    step: int
+    lr: float
+    tokens: int
+    values: torch.Tensor
+    """Loss and norm, where the host can read them once the device has come to `end`."""
+    begin: Any
+    end: Any
+    phases: list[tuple[str, Any]]
+    """What began when, between `begin` and `end`."""
+    moved: tuple[int, int]
+    host_s: float
+    skipped: bool
+
+
+class Meter:
+    """Measures steps without waiting for them."""
+
+    RECENT = 9
+    """Steps that `phase_ms` is the median of."""
+
+    def __init__(self, optimizer: OffloadedOptimizer, device: torch.device, tokens: int) -> None:
+        """`tokens`: of one step, over all ranks."""
+        self._optimizer, self._device, self._tokens = optimizer, device, tokens
+        self._on_host = device.type == "cpu"
+        # Two, in turns: while the host reads one the device may write the other.
+        self._buffers = [torch.zeros(2, dtype=torch.float64, pin_memory=not self._on_host) for _ in range(2)]
+        self._begin: Any = None
+        self._phases: list[tuple[str, Any]] = []
+        self._recent: dict[str, deque[float]] = {}
+        self._underway: _Underway | None = None
+
+    def begin(self) -> None:
+        """A step begins, with its batch."""
+        self._begin, self._phases = self._stamp(), []
+
+    def mark(self, phase: str) -> None:
+        """A phase of the step begins, and the one before ends."""
+        self._phases.append((phase, self._stamp()))
+
+    def phase_ms(self, phase: str) -> float | None:
+        """How long a phase takes in all of a step, of late."""
+        return statistics.median(self._recent[phase]) if phase in self._recent else None
+
+    def end(self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, lr: float, *, skipped: bool) -> Row | None:
+        """Everything of `step` is queued. The row of the step before, whose numbers have arrived."""
+        values = self._buffers[step % 2]
+        unknown = torch.full((), math.nan, device=loss.device)
+        both = torch.stack([one.detach().double() for one in (loss, unknown if norm is None else norm)])
+        moved = (0, 0) if skipped else self._optimizer.last_moved
+        before = self.flush(queued=not skipped)
+        values.copy_(both, non_blocking=True)
+        self._underway = _Underway(
+            step=step,
+            lr=lr,
+            tokens=self._tokens,
+            values=values,
+            begin=self._begin,
+            end=self._stamp(),
+            phases=self._phases,
+            moved=moved,
+            host_s=self._optimizer.last_host_s,
+            skipped=skipped,
+        )
+        return before
+
+    def flush(self, *, queued: bool = False) -> Row | None:
+        """The row of the step under way, for which the host waits. `queued`: another step has been made since."""
+        underway, self._underway = self._underway, None
+        if underway is None:
+            return None
+        if not self._on_host:
+            underway.end.synchronize()
+        loss, norm = underway.values.tolist()
+        step_ms = self._elapsed_ms(underway.begin, underway.end)
+        self._time_phases(underway)
+        exposed = None if underway.skipped else self._exposed_ms(last=not queued)
+        return Row(
+            step=underway.step,
+            loss=_finite(loss),
+            lr=underway.lr,
+            grad_norm=_finite(norm),
+            tokens_per_s=round(underway.tokens / step_ms * 1e3, 3),
+            step_ms=round(step_ms, 3),
+            device_bytes=None if self._on_host else torch.accelerator.memory_allocated(self._device),
+            device_peak_bytes=None if self._on_host else torch.accelerator.max_memory_allocated(self._device),
+            host_rss_bytes=host_rss_bytes(),
+            exposed_ms=exposed,
+            hidden_ms=self._hidden_ms(underway, exposed),
+            bytes_fetched=underway.moved[0],
+            bytes_stored=underway.moved[1],
+            skipped=underway.skipped,
+        )
+
+    def _time_phases(self, underway: _Underway) -> None:
+        stops = [*(stamp for _, stamp in underway.phases[1:]), underway.end]
+        took: dict[str, float] = {}
+        for (phase, start), stop in zip(underway.phases, stops, strict=False):
+            took[phase] = took.get(phase, 0.0) + self._elapsed_ms(start, stop)
+        for phase, ms in took.items():
+            self._recent.setdefault(phase, deque(maxlen=self.RECENT)).append(ms)
+
+    def _exposed_ms(self, *, last: bool) -> float | None:
+        timers = [engine.timer for engine in self._optimizer.engines if engine.timer is not None]
+        return round(max(timer.exposed_ms(last=last) for timer in timers), 3) if timers else None
+
+    def _hidden_ms(self, underway: _Underway, exposed: float | None) -> float | None:
+        link = min((one.link_gb_per_s for one in self._optimizer.engines if one.link_gb_per_s), default=None)
+        if link is None or exposed is None:
+            return None
+        busy = max(max(underway.moved) / link / 1e6, 1e3 * underway.host_s)
+        return round(max(0.0, busy - exposed), 3)
+
+    def _stamp(self) -> Any:
+        if self._on_host:
+            return time.perf_counter()
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    def _elapsed_ms(self, begin: Any, end: Any) -> float:
+        return (end - begin) * 1e3 if self._on_host else float(begin.elapsed_time(end))
+
+
+class MetricsFile:
+    """`metrics.jsonl`: rows are appended as they come, and those of steps that a resume makes again are cut off."""
+
+    def __init__(self, path: Path, *, after_step: int) -> None:
+        """`after_step`: the run goes on after this one."""
+        self._path = path
+        cut = path.with_name(f".{path.name}.tmp")
+        with named(path):
+            kept = [line for line in _lines(path) if _step_of(line) <= after_step]
+            cut.write_text("".join(f"{line}\n" for line in kept))
+            cut.replace(path)  # whoever is killed here leaves the old rows or the new ones
+            self._file = path.open("a")
+
+    def write(self, row: Row) -> None:
+        with named(self._path):
+            self._file.write(f"{row.to_json()}\n")
+            self._file.flush()  # a run that is killed has all its rows
+
+    def close(self) -> None:
+        with named(self._path):
+            self._file.close()
+
+
+class TensorBoard:
+    """The same rows for TensorBoard, if it is installed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise OffstageError(
+                "run.tensorboard=true needs the tensorboard package; found none. Run `pip install tensorboard`, or "
+                "leave it out: the same numbers are in metrics.jsonl."
+            ) from error
+        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+
+    def write(self, row: Row) -> None:
+        for name, value in dataclasses.asdict(row).items():
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, float(value), row.step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def host_rss_bytes() -> int:
+    """Host memory of this process, pages that it shares included."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError, ValueError):  # no /proc
+        return 0
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _lines(path: Path) -> list[str]:
+    """All lines that were written to their end."""
+    if not path.exists():
+        return []
+    text = path.read_text()
+    return text.splitlines()[: text.count("\n")]
+
+
+def _step_of(line: str) -> float:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf  # not ours, or damaged: it cannot be shown

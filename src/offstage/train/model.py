@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`build`: the model that settings describe. Everything a user of models needs can be imported from here.
+
+    model = build(ModelSettings(size="150M"), device=device, dtype=torch.bfloat16, sequence=1024)
+    model.checkpoint_layers()
+    model.loss(tokens, targets).backward()
+
+Read `sizes.py` for what a size is, `blocks.py` for what a layer does, `experts.py` for mixtures of them,
+`transformer.py` for the whole, `initial.py` for the first weights. `stages.py` cuts a model for pipelines;
+`causal_lm.py` puts a model of the transformers package behind the same interface.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offstage.train.blocks import Block
+from offstage.train.causal_lm import CausalLM, build_causal_lm
+from offstage.train.language_model import LanguageModel
+from offstage.train.sizes import BYTES, SIZES, ModelConfig, num_active_parameters, num_parameters, with_overrides
+from offstage.train.stages import Stage, mean_loss, stages
+from offstage.train.transformer import Transformer
+
+if TYPE_CHECKING:
+    from offstage.train.config import ModelSettings
+
+__all__ = [
+    "BYTES",
+    "SIZES",
+    "Block",
+    "CausalLM",
+    "LanguageModel",
+    "ModelConfig",
+    "Stage",
+    "Transformer",
+    "build",
+    "config_of",
+    "mean_loss",
+    "num_active_parameters",
+    "num_parameters",
+    "stages",
+]
+
+
+def config_of(settings: ModelSettings, vocabulary: int = BYTES) -> ModelConfig:
+    """The sizes that `settings` name, for data of so many different tokens. A size's larger vocabulary stays."""
+    size = SIZES[settings.size]
+    return with_overrides(
+        size,
+        layers=settings.layers,
+        width=settings.width,
+        heads=settings.heads,
+        kv_heads=settings.kv_heads,
+        hidden=settings.hidden,
+        experts=settings.experts,
+        experts_per_token=settings.experts_per_token,
+        vocabulary=max(size.vocabulary, vocabulary),
+    )
+
+
+def build(
+    settings: ModelSettings,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    vocabulary: int = BYTES,
+    sequence: int,
+    seed: int = 0,
+) -> LanguageModel:
+    """The model that `settings` describe, with its first weights, made where it stays: there is no second copy.
+
+    On the meta device it takes no memory and has no weights: for planning, and to be cut into stages or shards before
+    `materialize`. `sequence` is the longest there will be.
+    """
+    if settings.transformers is not None:
+        return build_causal_lm(
+            settings.transformers, device=device, dtype=dtype, vocabulary=vocabulary, sequence=sequence, seed=seed
+        )
+    model = Transformer(config_of(settings, vocabulary), device="meta", dtype=dtype)
+    if torch.device(device).type != "meta":
+        model.materialize(device, seed)
+    return model

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Passes`: forward and backward of one step's micro-batches, through a whole model or through pipeline stages.
+
+    loss = passes.gradients(tokens, optimizer)  # then clip, step, zero_grad
+
+`loop.py` makes one with `passes_for` and knows nothing else about where the layers are.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from offstage.dtensor import reshard
+from offstage.optimizer import OffloadedOptimizer
+from offstage.train.config import TrainConfig
+from offstage.train.model import LanguageModel, build, stages
+from offstage.train.parallel import Parallel
+from offstage.train.stages import Stage, mean_loss
+
+Mark = Callable[[str], None]
+"""Told what begins: ``"forward"``, ``"backward"``."""
+
+SCHEDULES: dict[str, Any] = {
+    "1F1B": Schedule1F1B,
+    "GPipe": ScheduleGPipe,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+}
+STAGES_PER_RANK = {"Interleaved1F1B": 2}
+
+
+class Passes(abc.ABC):
+    """Every rank calls every method, with the tokens [sequences, sequence + 1] of its data rank."""
+
+    model: nn.Module
+    """What of the model is on this rank, under the names that it has in the whole."""
+
+    pieces: list[nn.Module]
+    """What is called: the model, or the stages of this rank."""
+
+    @abc.abstractmethod
+    def gradients(self, tokens: torch.Tensor, optimizer: OffloadedOptimizer, mark: Mark) -> torch.Tensor:
+        """Backward of the whole step. The mean loss, on ranks that know it; 0 on the others."""
+
+    @abc.abstractmethod
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The same for an evaluation, without gradients."""
+
+    @abc.abstractmethod
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[B, T, vocabulary] on every rank, without gradients."""
+
+    def layers(self) -> list[nn.Module]:
+        """The layers of this rank, in order."""
+        return [layer for piece in self.pieces for layer in piece.layers()]  # type: ignore[operator]
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within: forwards as for an evaluation."""
+        for piece in self.pieces:
+            piece.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for piece in self.pieces:
+                reshard(piece)  # a forward without backward leaves gathered weights behind
+                piece.train()
+
+
+class Whole(Passes):
+    """The model in one piece, sharded or not."""
+
+    def __init__(self, model: LanguageModel, micro_batches: int) -> None:
+        self.model, self.pieces = model, [model]
+        self._model, self._micro_batches = model, micro_batches
+
+    def gradients(self, tokens: torch.Tensor, optimizer: OffloadedOptimizer, mark: Mark) -> torch.Tensor:
+        parts = tokens.chunk(self._micro_batches)
+        losses = []
+        for number, part in enumerate(parts, start=1):
+            last = number == len(parts)
+            if isinstance(self._model, FSDPModule):
+                self._model.set_requires_gradient_sync(last)
+            with contextlib.nullcontext() if last else optimizer.accumulate():
+                mark("forward")
+                loss = self._model.loss(part[:, :-1], part[:, 1:])
+                mark("backward")
+                (loss / len(parts)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        return torch.stack(losses).mean()
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._model.loss(tokens[:, :-1], tokens[:, 1:])
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(tokens)
+
+
+class Staged(Passes):
+    """Some stages of the model on each rank, one micro-batch behind the other."""
+
+    def __init__(self, owned: dict[int, Stage], parallel: Parallel, config: TrainConfig) -> None:
+        """`owned`: this rank's stages by their numbers."""
+        self.pieces = list(owned.values())
+        self.model = self.pieces[0] if len(owned) == 1 else Joined(list(owned.values()))
+        self._owned, self._parallel = owned, parallel
+        self._num_stages = len(owned) * parallel.stages
+        self._group = parallel.stage_group
+        group = self._group
+        pipelined = [
+            PipelineStage(piece, number, self._num_stages, parallel.device, group=group)
+            for number, piece in owned.items()
+        ]
+        schedule = SCHEDULES[config.parallel.schedule]
+        several = issubclass(schedule, ScheduleInterleaved1F1B)
+        self._schedule = schedule(pipelined if several else pipelined[0], config.data.micro_batches, loss_fn=mean_loss)
+
+    def gradients(self, tokens: torch.Tensor, optimizer: OffloadedOptimizer, mark: Mark) -> torch.Tensor:
+        mark("forward")  # and backwards between forwards: the schedule's order is its own
+        inputs = [tokens[:, :-1]] if 0 in self._owned else []
+        losses: list[torch.Tensor] = []
+        if self._has_last:
+            targets = tokens[:, 1:]
+            self._schedule.step(*inputs, target=targets, targets=targets, losses=losses)
+            return torch.stack([loss.detach() for loss in losses]).mean()
+        self._schedule.step(*inputs)
+        return torch.zeros((), device=self._parallel.device)
+
+    @property
+    def _has_last(self) -> bool:
+        return self._num_stages - 1 in self._owned
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self._relay(tokens[:, :-1], targets=tokens[:, 1:])
+        return torch.zeros((), device=self._parallel.device) if found is None else found.squeeze(0)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self._relay(tokens, targets=None)
+        if found is None:
+            piece = next(iter(self._owned.values()))
+            shape = (*tokens.shape, piece.vocabulary)
+            found = torch.empty(shape, dtype=next(piece.parameters()).dtype, device=tokens.device)
+        dist.broadcast(found, group=self._group, group_src=self._parallel.stages - 1)
+        return found
+
+    def _relay(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor | None:
+        """One batch through all stages in turn; what the last one gives, where it is."""
+        stages, mine = self._parallel.stages, self._parallel.stage
+        x = tokens
+        for number in range(self._num_stages):
+            if number % stages != mine:
+                continue
+            piece = self._owned[number]
+            if number > 0:
+                dtype = next(piece.parameters()).dtype
+                x = torch.empty((*tokens.shape, piece.config.width), dtype=dtype, device=tokens.device)
+                dist.recv(x, group=self._group, group_src=(number - 1) % stages)
+            found = piece(x, targets=targets)
+            x = found[0] if isinstance(found, tuple) else found  # what experts say of their balance is for training
+            if number < self._num_stages - 1:
+                dist.send(x.contiguous(), group=self._group, group_dst=(number + 1) % stages)
+        return x if self._has_last else None
+
+
+class Joined(nn.Module):
+    """Several stages of one rank as one module without a forward, each parameter under its name in the whole model."""
+
+    def __init__(self, pieces: list[Stage]) -> None:
+        super().__init__()
+        for piece in pieces:
+            for name, child in piece.named_children():
+                if name != "blocks" and child is not None:
+                    self.add_module(name, child)
+        self.blocks = nn.ModuleDict({name: block for piece in pieces for name, block in piece.blocks.items()})
+
+
+def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
+    """The model of `config`, divided as `parallel` says, with its first weights and on its device.
+
+    A model that is divided is made without memory, compiled, sharded, and only then gets weights: each rank the ones it
+    keeps.
+    """
+    whole = parallel.stages == 1
+    late = not whole or parallel.sharded
+    model = build(
+        config.model,
+        device="meta" if late else parallel.device,
+        dtype=config.model.dtype_on(parallel.device),
+        sequence=config.data.sequence,
+        seed=config.run.seed,
+    )
+    pieces: dict[int, Any] = {0: model}
+    if not whole:
+        num_stages = parallel.stages * STAGES_PER_RANK.get(config.parallel.schedule, 1)
+        pieces = dict(list(enumerate(stages(model, num_stages)))[parallel.stage :: parallel.stages])
+    for piece in pieces.values():
+        if config.model.compile:
+            for layer in piece.layers():
+                layer.compile()
+        parallel.shard(piece, piece.layers())
+        if late:
+            piece.materialize(parallel.device, config.run.seed)
+    return Whole(model, config.data.micro_batches) if whole else Staged(pieces, parallel, config)

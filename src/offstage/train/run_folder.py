@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RunFolder`: where everything about a run lies, held by one run at a time. Written by `loop.py`, read by reports.
+
+config.toml      the settings, what "auto" came to included
+run.json         command, versions, machine, plan
+metrics.jsonl    a row per step
+receipt.json     what the optimizer has really moved
+observed.json    memory and lanes of one step
+samples.txt      text that the model wrote
+checkpoints/     step-00000100, …
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from offstage.errors import OffstageError
+
+
+class RunFolder:
+    """The files of one run. One process writes them: the first rank."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.run = self.path / "run.json"
+        self.metrics = self.path / "metrics.jsonl"
+        self.receipt = self.path / "receipt.json"
+        self.observed = self.path / "observed.json"
+        self.samples = self.path / "samples.txt"
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[RunFolder]:
+        """Within: nobody else trains here. The system lets go of it whatever way the process ends."""
+        with named(self.path):
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                    raise OffstageError(
+                        f"{self.path} could not be locked: {error}. Choose another run.folder."
+                    ) from error
+                raise OffstageError(
+                    f"Another process is training in {self.path}; expected one at a time. Wait for it, or choose "
+                    "another run.folder."
+                ) from None
+            yield self
+
+    def write_text(self, path: Path, text: str) -> None:
+        """A small file that is the old one or the new one, whatever happens."""
+        with named(path):
+            temporary = path.with_name(f".{path.name}.tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)
+
+    def write_json(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.write_text(path, json.dumps(values, indent=1, default=str) + "\n")
+
+    def read_json(self, path: Path) -> dict[str, Any]:
+        """What `write_json` wrote; empty if there is nothing, or nothing sound."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def append(self, path: Path, text: str) -> None:
+        with named(path), path.open("a", encoding="utf-8") as file:
+            file.write(text)
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """The system's errors with the path and what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise OffstageError(
+            f"{path} could not be written: {error.strerror or error}. Complete checkpoints are as they were: mend the "
+            "cause, and run the same command again to go on from the newest."
+        ) from error

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer on an accelerator: bits that repeat, no waiting for the device, and what rows say about it."""
+
+import json
+
+import pytest
+import torch
+
+from offstage.errors import OffstageError
+from offstage.train import loop, passes
+from tests.train.running import differences, losses_of, rows_of, train
+
+SMALL = {"chunk_bytes": "256KiB"}
+PLANS = {
+    "off": {"fraction": 0.0},
+    "forward": {**SMALL, "overlap_forward": True, "window": "1MiB"},
+    "backward": {**SMALL, "overlap_forward": True, "update_in_backward": True, "master_weights": "split"},
+    "host": {**SMALL, "update_on": "host", "overlap_forward": True},
+}
+MODEL = {"model": {"size": "10M", "layers": 4}, "data": {"sequence": 256, "batch": 8}}
+
+
+def go(folder, plan, **sections):
+    run = {"steps": 8, "eval_every": 4, "eval_batches": 2, **sections.pop("run", {})}
+    return train(folder, "off", **{**MODEL, **sections}, run=run, offload=offload_of(plan))
+
+
+def offload_of(plan):
+    """Over the defaults of small runs, which `off` is."""
+    return {"fraction": None, **PLANS[plan]}
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory):
+    return go(tmp_path_factory.mktemp("resident"), "off")
+
+
+@pytest.mark.parametrize("plan", ["forward", "backward", "host"])
+def test_every_plan_has_the_same_bits(plan, resident, tmp_path):
+    done = go(tmp_path, plan)
+    assert losses_of(tmp_path) == losses_of(resident.folder)
+    assert differences(done.checkpoint, resident.checkpoint) == []
+    row = rows_of(tmp_path)[-1]
+    assert row["device_bytes"] > 0
+    assert row["device_peak_bytes"] >= row["device_bytes"]
+    assert row["exposed_ms"] is not None
+    assert row["hidden_ms"] is not None
+
+
+def test_a_run_that_is_stopped_goes_on_to_the_same_bits(resident, tmp_path):
+    flat = {"optimizer": {"warm_up": 0, "last_lr_share": 1.0}}
+    whole = go(tmp_path / "whole", "forward", **flat)
+    go(tmp_path / "stopped", "backward", run={"steps": 5}, **flat)
+    done = go(tmp_path / "stopped", "host", **flat)
+    assert differences(done.checkpoint, whole.checkpoint) == []
+
+
+@pytest.mark.parametrize("mode", ["checkpoint", "offload", "checkpoint_and_offload", "auto"])
+def test_activations(mode, resident, tmp_path):
+    done = go(tmp_path, "forward", activations={"mode": mode})
+    assert differences(done.checkpoint, resident.checkpoint) == []
+
+
+def test_compiled(resident, tmp_path):
+    done = go(tmp_path, "backward", **{**MODEL, "model": {**MODEL["model"], "compile": True}})
+    assert done.loss == pytest.approx(resident.loss, rel=0.02)
+
+
+def test_sharded_on_one_rank(resident, tmp_path):
+    done = go(tmp_path, "backward", parallel={"fsdp": True})
+    assert done.loss == pytest.approx(resident.loss, rel=0.02)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_do_not_wait_for_the_device(plan, monkeypatch, tmp_path):
+    """Torch raises at whatever synchronises; the one wait of a step is for a mark of the norm."""
+    step = loop.Training._make_step
+    watched = []
+
+    def watch(self):
+        if self.step >= 4:  # before, lanes, slots and windows are made
+            torch.cuda.set_sync_debug_mode("error")
+            watched.append(self.step)
+        try:
+            step(self)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(loop.Training, "_make_step", watch)
+    go(tmp_path, plan, run={"eval_every": 0, "steps": 10})
+    assert len(watched) == 6
+
+
+def test_the_observed_step_and_the_prediction(tmp_path):
+    go(tmp_path, "forward", run={"observe_step": 5})
+    observed = json.loads((tmp_path / "observed.json").read_text())
+    assert observed["notes"] == []
+    assert max(observed["memory"]["bytes"]["activations"]) > 0
+    assert observed["lanes"]["fetch"]
+    plan = json.loads((tmp_path / "run.json").read_text())["plan"]
+    assert plan["prediction"]["iteration_ms"] > 0
+
+
+def test_operations_that_do_not_repeat(tmp_path, monkeypatch):
+    """Refused with the setting that allows them, or allowed by it."""
+    gradients = passes.Whole.gradients
+
+    def with_kthvalue(self, *args):
+        torch.ones(3, device="cuda").kthvalue(1)
+        return gradients(self, *args)
+
+    monkeypatch.setattr(passes.Whole, "gradients", with_kthvalue)
+    with pytest.raises(OffstageError, match=r"kthvalue.*run\.deterministic=false"):
+        go(tmp_path / "one", "off")
+    go(tmp_path / "other", "off", run={"deterministic": False})
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_out_of_device_memory(tmp_path):
+    held = torch.cuda.memory_reserved()
+    torch.cuda.set_per_process_memory_fraction((held + 2**28) / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(OffstageError, match=r"Device memory ran out: .*activations\.mode='checkpoint'"):
+            go(tmp_path, "forward", data={"sequence": 4096, "batch": 64}, run={"eval_every": 0})
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input and bad luck: one clear message, an exit status that is not 0, and nothing lost."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from offstage import checkpoint
+from offstage.checkpoint import writer
+from offstage.cli import main
+from offstage.errors import CheckpointError, OffstageError
+from offstage.train import passes
+from offstage.train.config import build, to_toml
+from offstage.train.sizes import SIZES
+from tests.ranks import RankError
+from tests.train.running import differences, files_of, rows_of, train, train_there, values_of
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run of 4 steps, saved after each second."""
+    train(tmp_path / "run", run={"steps": 4, "save_every": 2})
+    return tmp_path / "run"
+
+
+def saved(folder):
+    """What must not be lost."""
+    return {name: data for name, data in files_of(folder).items() if name.startswith("checkpoints")}
+
+
+def attempt(capsys, folder, plan="streamed", **sections):
+    """`offstage train` with these settings: the exit status, and the one line on stderr."""
+    sections.setdefault("run", {}).setdefault("steps", 8)
+    settings = folder.parent / "settings.toml"
+    values = values_of(folder, plan, **sections)
+    settings.write_text("\n".join(line for name, one in values.items() for line in _section(name, one)))
+    status = main(["train", "--config", str(settings)])
+    said = capsys.readouterr().err.strip()
+    assert "Traceback" not in said
+    assert len(said.splitlines()) == 1, said
+    return status, said
+
+
+def _section(name, values):
+    yield f"[{name}]"
+    for key, value in values.items():
+        yield f"{key} = {_toml(value)}"
+
+
+def _toml(value):
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+def test_the_settings_of_these_tests_are_good(folder, capsys):
+    """Or all of the below would fail for a reason of its own."""
+    values = values_of(folder, run={"steps": 6})
+    assert build(values) == build({**values, "run": {**values["run"], "seed": 0}})
+    (folder.parent / "good.toml").write_text(to_toml(build(values)))
+    assert main(["train", "--config", str(folder.parent / "good.toml")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+# Data
+
+DATA = {
+    "missing": ({"paths": ("nowhere/at/all.txt",)}, r"data\.paths expects files.*nowhere/at/all\.txt is not there"),
+    "empty": ({"paths": ("{empty}",)}, r"Expected text in .*without a single byte"),
+    "too short": ({"paths": ("{short}",)}, r"Expected data of at least one sequence of 16 bytes"),
+    "nothing to evaluate": ({"eval_share": 0.0001}, r"at least one sequence of 16 bytes.*Give more data"),
+    "other data": ({"paths": ("{other}",)}, r"of other data.*Give the same data"),
+    "other sequences": ({"sequence": 8}, r"of other data.*sequence=16.*found 8"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data(case, folder, capsys):
+    data, expected = DATA[case]
+    files = {"empty": "", "short": "ab", "other": "other text " * 500}
+    for name, text in files.items():
+        (folder.parent / name).write_text(text)
+    names = {name: str(folder.parent / name) for name in files}
+    data = {
+        key: tuple(one.format(**names) for one in value) if key == "paths" else value for key, value in data.items()
+    }
+    before = saved(folder)
+    run = {"eval_every": 5} if case == "nothing to evaluate" else {}
+    status, said = attempt(capsys, folder, data=data, run=run)
+    assert status == 2
+    assert re.search(expected, said), said
+    assert saved(folder) == before
+
+
+# Models and checkpoints
+
+
+def test_another_model(folder, capsys):
+    before = files_of(folder)
+    status, said = attempt(capsys, folder, model={"layers": 3, "hidden": 128})
+    assert status == 2
+    assert "is of another model: layers 2 then and 3 now, hidden 64 then and 128 now" in said
+    assert "choose another run.folder" in said
+    assert files_of(folder) == before
+
+
+def test_another_model_whose_run_left_no_settings(folder, capsys):
+    (folder / "run.json").unlink()
+    before = files_of(folder)
+    status, said = attempt(capsys, folder, model={"hidden": 128})
+    assert status == 1
+    assert re.search(r"step-00000004: Tensor 'blocks\.0\..*' of the model: expected shape .*, found ", said)
+    assert "choose another run.folder" in said
+    assert files_of(folder) == before
+
+
+def test_another_vocabulary(folder, capsys, monkeypatch):
+    monkeypatch.setitem(SIZES, "1M", dataclasses.replace(SIZES["1M"], vocabulary=300))
+    before = files_of(folder)
+    status, said = attempt(capsys, folder)
+    assert status == 2
+    assert "vocabulary 256 then and 300 now" in said
+    assert files_of(folder) == before
+
+
+def test_another_format(folder, capsys):
+    status, said = attempt(capsys, folder, model={"dtype": "bfloat16"})
+    assert status == 2
+    assert "dtype float32 then and bfloat16 now" in said
+
+
+def test_a_damaged_checkpoint(folder, capsys):
+    """It is refused, and the one before it takes over once it is removed."""
+    newest = checkpoint.latest(folder / "checkpoints")
+    (data, *_) = sorted(newest.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    before = files_of(folder)
+    status, said = attempt(capsys, folder)
+    assert status == 1
+    assert re.search(rf"step-00000004: .*{data.name}.*remove .*step-00000004 to go on from the one before", said)
+    assert files_of(folder) == before
+    for path in newest.iterdir():
+        path.unlink()
+    newest.rmdir()
+    done = train(folder, run={"steps": 8})
+    whole = train(folder.parent / "whole", run={"steps": 8})
+    assert differences(done.checkpoint, whole.checkpoint) == []
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, 9))
+
+
+def test_a_new_run_in_an_old_folder(folder, capsys):
+    before = files_of(folder)
+    status, said = attempt(capsys, folder, run={"resume": False})
+    assert status == 2
+    assert re.search(r"run\.resume=false.*step-00000004 is of an old one.*another run\.folder", said)
+    assert files_of(folder) == before
+
+
+# Disks and folders
+
+
+class Full(io.FileIO):
+    """A disk with room for a little more."""
+
+    def write(self, data):
+        if self.tell() + len(data) > 20_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(data)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk(asynchronous, folder, capsys, monkeypatch):
+    """The run ends with the message, what was begun is given back, and the old checkpoints go on where they were."""
+    before = saved(folder)
+    run = {"asynchronous_saves": asynchronous, "save_every": 20, "steps": 80}
+    monkeypatch.setattr(writer, "open", lambda path, mode: Full(path, "w"), raising=False)
+    status, said = attempt(capsys, folder, run=run)
+    assert status == 1
+    assert re.search(r"could not be written.*No space left on device", said)
+    assert "checkpoints saved before are as they were" in said
+    assert saved(folder) == before
+    assert rows_of(folder)[-1]["step"] < 40, "noticed only by the next save"
+    monkeypatch.undo()
+    assert train(folder, run={**run, "steps": 22}).step == 22
+
+
+def test_the_last_save_on_a_full_disk(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(writer, "open", lambda path, mode: Full(path, "w"), raising=False)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        train(tmp_path, run={"steps": 2})
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def fill_on_one_rank(values):
+    if os.environ["RANK"] == "1":
+        writer.open = lambda path, mode: Full(path, "w")
+    return train_there(values)
+
+
+def test_a_full_disk_under_one_of_two_ranks(ranks, folder):
+    """All ranks end with the message, and none is left waiting."""
+    before = saved(folder)
+    with pytest.raises(RankError) as raised:
+        ranks.run(2, fill_on_one_rank, values_of(folder, run={"steps": 80, "save_every": 20}, data={"batch": 1}))
+    assert rows_of(folder)[-1]["step"] < 40
+    assert "raised: rank 0, 1" in str(raised.value)
+    assert str(raised.value).count("No space left on device") >= 2
+    assert saved(folder) == before
+
+
+def test_a_file_where_the_folder_should_be(tmp_path, capsys):
+    (tmp_path / "run").write_text("something of somebody's")
+    status, said = attempt(capsys, tmp_path / "run")
+    assert status == 1
+    assert re.search(r"run could not be written: (File exists|Not a directory)", said)
+    assert (tmp_path / "run").read_text() == "something of somebody's"
+
+
+def test_two_runs_in_one_folder(folder, capsys):
+    before = saved(folder)
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, said = attempt(capsys, folder)
+    assert status == 1
+    assert re.search(r"Another process is training in .*run; expected one at a time", said)
+    assert saved(folder) == before
+
+
+# Settings that cannot be
+
+SETTINGS = {
+    "device budget": ({"offload": {"device_budget": "1KiB"}}, r"device_budget.*1\.0 KiB.*slots"),
+    "host budget": ({"offload": {"host_budget": "10KiB"}}, r"host_budget"),
+    "device": ({"run": {"device": "xpu"}}, r"run\.device='xpu' expects such an accelerator; found none"),
+    "stages": (
+        {"parallel": {"stages": 2}, "data": {"micro_batches": 2}},
+        r"parallel\.stages=2 expects.*ranks.*found 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings(case, folder, capsys):
+    sections, expected = SETTINGS[case]
+    before = saved(folder)
+    status, said = attempt(capsys, folder, **{name: dict(section) for name, section in sections.items()})
+    assert status != 0
+    assert re.search(expected, said), said
+    assert saved(folder) == before
+
+
+def test_a_model_of_a_package_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    values = {**values_of(tmp_path), "model": {"transformers": "llama"}}
+    with pytest.raises(OffstageError, match=r"model\.transformers expects the package"):
+        train_there(values)
+
+
+def test_stages_that_ranks_cannot_be(ranks, tmp_path):
+    with pytest.raises(RankError, match=r"parallel\.fsdp=false leaves 2 ranks per stage"):
+        ranks.run(2, train_there, values_of(tmp_path, parallel={"fsdp": False}))
+    stages = {"stages": 2, "schedule": "Interleaved1F1B"}
+    with pytest.raises(RankError, match=r"Expected from 1 to 2 pipeline stages.*found 4"):
+        ranks.run(2, train_there, values_of(tmp_path, parallel=stages, data={"micro_batches": 4}))
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (
+            torch.OutOfMemoryError("out of memory. Tried\nand more"),
+            r"ran out: out of memory.*mode='checkpoint' \(now 'keep'",
+        ),
+        (RuntimeError("kthvalue does not have a deterministic implementation, but"), r"kthvalue.*deterministic=false"),
+    ],
+)
+def test_what_torch_says_about_the_device(raised, expected, folder, capsys, monkeypatch):
+    """With what can be done about it, in our settings."""
+    before = saved(folder)
+
+    def fail(*_):
+        raise raised
+
+    monkeypatch.setattr(passes.Whole, "gradients", fail)
+    status, said = attempt(capsys, folder)
+    assert status == 1
+    assert re.search(expected, said), said
+    assert saved(folder) == before
+
+
+def test_missing_data_on_all_ranks(ranks, tmp_path):
+    """A message on each rank, and no rank waits for another."""
+    with pytest.raises(RankError, match=r"(?s)raised: rank 0, 1.*nowhere is not there") as raised:
+        ranks.run(2, train_there, values_of(tmp_path, data={"paths": ("nowhere",)}))
+    assert str(raised.value).count("nowhere is not there") >= 2
+
+
+def test_the_command_itself(folder):
+    """As it is typed: the message, the status, no traceback."""
+    command = [sys.executable, "-m", "offstage", "train", "--run.folder", str(folder), "--model.layers", "3"]
+    with contextlib.suppress(KeyError):
+        del os.environ["OFFSTAGE_TRACEBACK"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr.startswith("offstage: error: ")
+    assert "is of another model" in found.stderr
+    assert found.stderr.count("\n") == 1
