@@ -803,6 +803,25 @@ def test_double_backward_is_right_or_refused(ranks, config):
         ranks.run(1, differentiated_twice, seed, config)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("config", [{}, {"activations": False}])
+def test_backward_after_a_step_is_refused_as_it_is_without(config, seed):
+    """The weights that the forward had are gone: torch refuses it, and so do we."""
+    for on in (False, True):
+        with on_lanes(seed):
+            model = transformer()
+            if on:
+                offload_activations(model, **ON, **config)
+            optimizer = momentum(model.parameters())
+            model(batch(0)).backward()
+            loss = model(batch(1))
+            optimizer.step()
+            with pytest.raises((OffstageError, RuntimeError), match=r"changed in place|modified by an inplace"):
+                loss.backward()
+            optimizer.zero_grad()
+            model(batch(2)).backward()
+
+
 # Doors that are easily overlooked
 
 
