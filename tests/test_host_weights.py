@@ -698,12 +698,13 @@ def fail_in_backward(model):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_exception_in_backward_and_gradients_cleared(seed):
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_an_exception_in_backward_and_gradients_cleared(set_to_none, seed):
     """What the failed backward had made does not come back."""
 
     def loop(model):
         fail_in_backward(model)
-        model.zero_grad()
+        model.zero_grad(set_to_none)
         found = weights(model)
         model(batch(2)).backward()
         return found + gradients(model)
@@ -1108,7 +1109,7 @@ class Life:
         with pytest.raises(Stop):
             self.model(self.batch()).backward()
         hook.remove()
-        self.optimizer.zero_grad()
+        self.zero()
 
     def load(self):
         self.waiting.clear()

@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -69,7 +68,7 @@ def offload_activations(
             "The activations of this model, or of a part of it, are offloaded already; expected once. Call remove() on "
             "the handle that the first call returned."
         )
-    if isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
+    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:  # by torch.compile(model), model.compile()
         raise ConfigError(
             f"offload_activations() works layer by layer; found a {type(model).__name__} that is compiled as a whole. "
             "Compile its layers one by one instead (model.layers[i] = torch.compile(model.layers[i])), then call this."
@@ -151,7 +150,7 @@ class ActivationOffload:
         return HostWeights(model, list(dict.fromkeys(chosen)), self.config)
 
     def _bind(self, model: nn.Module) -> None:
-        owner = weakref.ref(self)  # the model keeps this object, which must not keep the model
+        owner = weakref.ref(self)  # the model keeps this object, and copies of the model do not
         self._handles.append(model.register_forward_pre_hook(_Hook(owner, "_begin"), prepend=True))
         self._handles.append(model.register_forward_hook(_Hook(owner, "_end"), always_call=True))
         for layer in dict.fromkeys(self._layers):
@@ -463,10 +462,12 @@ class _Hook:
 
     def __init__(self, owner: weakref.ref[ActivationOffload] | None = None, method: str = "") -> None:
         self._owner, self._method = owner, method
+        # Made here: importing offstage must not import the compiler.
+        self._refuse_compiled = torch.compiler.disable(_refuse_compiled) if owner is not None else _nothing  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> None:
         if torch.compiler.is_compiling():
-            _refuse_compiled()
+            self._refuse_compiled()
         offload = self._owner() if self._owner is not None else None
         if offload is not None:
             getattr(offload, self._method)(*arguments)
@@ -475,7 +476,10 @@ class _Hook:
         return _Hook, ()
 
 
-@torch.compiler.disable
+def _nothing() -> None:
+    pass
+
+
 def _refuse_compiled() -> None:
     raise ConfigError(
         "A module was compiled together with the hooks that offload_activations() has put on it, where they cannot "
