@@ -72,11 +72,11 @@ def with_state(bench: Bench) -> Iterator[Row | None]:
                 if leaves:
                     row |= beside(bench, row, done)
             yield row
-        for loop in loops:
-            assert loop.optimizer is not None
-            loop.optimizer.close()
-        loops.clear()
-        del loops
+        while loops:  # no name may keep it beside the next case
+            closed = loops.pop().optimizer
+            assert closed is not None
+            closed.close()
+            del closed
         clean_up()
 
 

@@ -714,28 +714,36 @@ def test_an_exception_in_backward_and_gradients_cleared(set_to_none, seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_exception_in_backward_and_gradients_kept(seed):
-    """As without, at the latest when the next forward begins: what came before it was raised has been added."""
+    """They are what they were before it: at once, and when the next backward adds to them."""
 
-    def loop(model):
+    def moved(model):
+        return [param.grad.clone() for layer in model.layers[:-1] for param in layer.parameters()]
+
+    with on_lanes(seed):
+        torch.manual_seed(0)
+        model = transformer()
+        handle = offload_activations(model, **ON)
         fail_in_backward(model)
+        found = moved(model)
         model(batch(2)).backward()
-        return gradients(model)
-
-    compared(loop, seed=seed)
+        found += moved(model)
+    torch.manual_seed(0)
+    model = transformer()
+    model(batch(0)).backward()
+    expected = moved(model)
+    model(batch(2)).backward()
+    assert_same(found, expected + moved(model))
+    assert handle.receipt().weight_bytes_fetched > 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("change", ["a checkpoint", "a step"])
-def test_weights_changed_after_an_exception_in_backward(change, seed):
+def test_weights_changed_after_an_exception_in_backward(seed):
     """The parameters are the user's again."""
 
     def loop(model):
         optimizer = momentum(model.parameters())
         fail_in_backward(model)
-        if change == "a step":
-            optimizer.step()
-        else:
-            model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+        model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
         optimizer.zero_grad()
         found = weights(model)
         model(batch(2)).backward()
@@ -1109,7 +1117,7 @@ class Life:
         with pytest.raises(Stop):
             self.model(self.batch()).backward()
         hook.remove()
-        self.zero()
+        self.model.zero_grad()  # where weights are on the host there is nothing of that backward, elsewhere parts of it
 
     def load(self):
         self.waiting.clear()

@@ -33,6 +33,12 @@ def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
     return list(max(lists, key=len))
 
 
+def num_layers_of(model: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """How many layers the model has, where some of them may have been named."""
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    return max([len(layers), *(len(one) for one in lists if set(one) & set(layers))])
+
+
 def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[Choice, ...]:
     """What each layer does, as far as the configuration says it."""
     if isinstance(config.layers, Sequence) and not isinstance(config.layers, str):

@@ -23,8 +23,10 @@ _KEEPS_THE_LINK_BUSY = 256 * 1024 * 1024
 class Traffic:
     """Of one forward and its backward."""
 
-    def __init__(self, choices: Sequence[Choice], prefetch: int, largest: int) -> None:
+    def __init__(self, choices: Sequence[Choice], prefetch: int, largest: int, num_layers: int) -> None:
+        """`num_layers`: of the model, where `choices` may be of some that were named."""
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
+        self._are_spread = num_layers > offloaded + prefetch > prefetch
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._prefetch = prefetch
@@ -38,7 +40,7 @@ class Traffic:
     @property
     def _room(self) -> int:
         """Bytes that may be on their way beside the storage in question."""
-        return self._prefetch * (self.largest if self._spacing > 1 else min(self.largest, _KEEPS_THE_LINK_BUSY))
+        return self._prefetch * (self.largest if self._are_spread else min(self.largest, _KEEPS_THE_LINK_BUSY))
 
     # Forward
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from offstage.activation_layers import choices_of, layers_of
+from offstage.activation_layers import choices_of, layers_of, num_layers_of
 from offstage.activation_learning import Learner
 from offstage.activation_plan import ActivationPlan, Choice
 from offstage.activation_receipt import ActivationReceipt
@@ -93,9 +93,8 @@ class Visit:
 class _Pass:
     """One forward of the model. Several may wait for their backward at once: micro-batches of a pipeline."""
 
-    def __init__(self, choices: Sequence[Choice], prefetch: int, largest: int) -> None:
-        self.choices = choices
-        self.traffic = Traffic(choices, prefetch, largest)
+    def __init__(self, choices: Sequence[Choice], traffic: Traffic) -> None:
+        self.choices, self.traffic = choices, traffic
         self.frame = next(
             (frame for frame in _frames() if frame.f_code.co_filename == nn.modules.module.__file__), None
         )
@@ -126,6 +125,7 @@ class ActivationOffload:
         """Saved by chosen layers and not worth moving, or not movable."""
         self._model = weakref.ref(model)
         self._layers = layers_of(model, config.layers)
+        self._num_layers = num_layers_of(model, self._layers)
         self._choices = choices_of(self._layers, config)
         self._sides: dict[torch.device, _Side] = {}
         self._reached: Visit | None = None
@@ -221,7 +221,7 @@ class ActivationOffload:
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
         self._forget_broken_passes()
-        started = _Pass(self._choices, self.config.prefetch, self._largest)
+        started = _Pass(self._choices, self._traffic())
         self._passes.append((started, None))  # first: whatever raises below, `_end` is called
         if self._weights is not None:
             self._weights.begin()
@@ -234,8 +234,7 @@ class ActivationOffload:
         if self._learner is not None:
             self._learner.begin_pass(self._any_lanes())
             self._choices = self._learner.choices()
-            started.choices = self._choices
-            started.traffic = Traffic(self._choices, self.config.prefetch, self._largest)
+            started.choices, started.traffic = self._choices, self._traffic()
         model = self._model()
         assert model is not None
         started.weights = _storages(model)
@@ -243,6 +242,9 @@ class ActivationOffload:
         hooks.__enter__()
         self._passes[-1] = (started, hooks)
         self._num_passes += 1
+
+    def _traffic(self) -> Traffic:
+        return Traffic(self._choices, self.config.prefetch, self._largest, self._num_layers)
 
     def _forget_broken_passes(self) -> None:
         """Torch calls no hooks after KeyboardInterrupt and the like: such a forward is not on the stack any more."""

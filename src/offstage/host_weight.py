@@ -43,8 +43,8 @@ class _Coming:
     grad: torch.Tensor | None
     host: torch.Tensor
     stored: Mark
-    sum: torch.Tensor | None
-    """What it is added to: the gradients of earlier micro-batches."""
+    task: int
+    """Which backward it is of."""
 
 
 class HostWeight:
@@ -172,15 +172,16 @@ class HostWeight:
 
     def before_gradient(self) -> None:
         """Autograd is about to accumulate: what is there already is on the host, and waits."""
-        self.settle()
+        if self._coming is not None:
+            # Reentrant checkpointing brings a gradient in parts. One of another backward is of one that failed.
+            self.settle() if self._coming.task == torch._C._current_graph_task_id() else self.forget()
         self._sum, self.param.grad = self.param.grad, None
 
     def take_gradient(self) -> int:
-        """Autograd has set the gradient: it leaves. Returns its bytes."""
-        grad, before = self.param.grad, self._sum
-        self._sum = None
-        if grad is None:
-            return 0
+        """Autograd has set the gradient: it leaves, and is the parameter's when backward is over. Returns its bytes."""
+        grad = self.param.grad
+        assert grad is not None
+        self.param.grad, self._sum = self._sum, None
         if grad.layout != torch.strided:
             raise OffstageError(
                 f"The gradient of {self.name!r}, which lives on the host (weights=True), has layout {grad.layout}; "
@@ -188,8 +189,6 @@ class HostWeight:
             )
         grad = grad.contiguous()
         host = self._memory_for(grad)
-        self.param.grad = None
-        self.param.grad = host if before is None else before
         source, target = grad.view(-1), host.view(-1)
         self._lanes.touch(writes=[source])
         stored = self._lanes.submit(
@@ -199,7 +198,7 @@ class HostWeight:
             reads=[source],
             writes=[target],
         )
-        self._coming = _Coming(grad, host, stored, before)
+        self._coming = _Coming(grad, host, stored, torch._C._current_graph_task_id())
         return grad.nbytes
 
     def let_gradient_go(self) -> None:
@@ -211,16 +210,24 @@ class HostWeight:
             coming.grad = None
 
     def settle(self) -> None:
-        """The gradient is on the host, and added up."""
+        """The gradient is the parameter's, on the host."""
         coming = self._coming
         if coming is None:
             return
-        self.let_gradient_go()
-        self._lanes.wait_on_host(coming.stored, "weights: the gradient is on the host")
-        self._lanes.touch_on_host(writes=[coming.host.view(-1)])
-        self._coming = None
-        if coming.sum is not None and self.param.grad is coming.sum:  # not zeroed by the user since
-            coming.sum.add_(coming.host)  # one rounding, as on the device
+        self.forget()
+        if self.param.grad is None:
+            self.param.grad = coming.host
+        else:
+            self.param.grad.add_(coming.host)  # one rounding, as on the device
+
+    def forget(self) -> None:
+        """Backward has failed: gradients are what they were before it. The memory may be used again."""
+        coming = self._coming
+        if coming is not None:
+            self.let_gradient_go()
+            self._lanes.wait_on_host(coming.stored, "weights: the gradient is on the host")
+            self._lanes.touch_on_host(writes=[coming.host.view(-1)])
+            self._coming = None
 
     def _memory_for(self, grad: torch.Tensor) -> torch.Tensor:
         """Host memory for a gradient that nobody holds: that of an earlier one, if there is any."""
@@ -237,12 +244,10 @@ class HostWeight:
     def bring_home(self) -> None:
         """The parameter is a device tensor from now on."""
         self.adopt()
-        self.settle()
         grad = self.param.grad
         self.fetch()
         self.param.grad = None
         self.param.data = self.here()
-        self._device = None  # it is the parameter's own
         self.let_write()  # the memory that it came from may go
         if grad is not None:
             self.param.grad = grad.to(self._home)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offstage.config import ActivationConfig, format_size
@@ -67,8 +66,6 @@ class HostWeights:
             layer: [HostWeight(names[param], param, self._lanes_of(param.device)) for param in params]
             for layer, params in chosen.items()
         }
-        # After a backward that failed, gradients may be under way when somebody calls step().
-        self._hooks.append(register_optimizer_step_pre_hook(functools.partial(_before_step, weakref.ref(self))))
         for weights in self._weights.values():
             _on_host.update({weight.param: True for weight in weights})
 
@@ -88,7 +85,7 @@ class HostWeights:
         if _in_backward():
             return
         _refuse_ddp(DistributedDataParallel._active_ddp_module is not None)
-        self._clean_up()  # of a backward that failed
+        self._clean_up(failed=True)
         self._running = []
         for layer in self._order[: self._prefetch]:
             self._fetch(layer)
@@ -196,8 +193,11 @@ class HostWeights:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._clean_up)
 
-    def _clean_up(self) -> None:
-        """Every parameter is a host tensor with its gradient, and nothing is under way."""
+    def _clean_up(self, *, failed: bool = False) -> None:
+        """Every parameter is a host tensor with its gradient, and nothing is under way.
+
+        `failed`: what there is to clean up is of a backward that did not come to its end.
+        """
         self._task, self._reached = -1, None
         for weights in self._weights.values():
             for weight in weights:
@@ -206,14 +206,8 @@ class HostWeights:
             self._drop(layer)
         self._let_write()
         for weight in self._waits:
-            weight.settle()
+            weight.forget() if failed else weight.settle()
         self._waits.clear()
-
-    def settle(self, params: Container[torch.Tensor]) -> None:
-        """Gradients of `params` that are under way have arrived."""
-        for weight in self._waits:
-            if weight.param in params:
-                weight.settle()
 
     # Both
 
@@ -235,7 +229,7 @@ class HostWeights:
 
     def close(self) -> None:
         """The parameters are device tensors again."""
-        self._clean_up()
+        self._clean_up(failed=True)
         for hook in self._hooks:
             hook.remove()
         for weights in self._weights.values():
@@ -252,11 +246,6 @@ def _is_ours(hook: Any) -> bool:
 
 def _in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _before_step(owner: weakref.ref[HostWeights], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if (weights := owner()) is not None and not _in_backward():
-        weights.settle({param for group in optimizer.param_groups for param in group["params"]})
 
 
 def _before_gradient(owner: weakref.ref[HostWeights], weight: HostWeight) -> None:
