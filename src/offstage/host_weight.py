@@ -159,6 +159,11 @@ class HostWeight:
 
     # The gradient
 
+    @property
+    def task(self) -> int | None:
+        """The backward whose gradient is on its way."""
+        return None if self._coming is None else self._coming.task
+
     def watch(self, before: Callable[[HostWeight], None]) -> None:
         """Have `before` called when autograd is about to accumulate what the forward that begins now leads to.
 

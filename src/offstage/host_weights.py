@@ -85,7 +85,7 @@ class HostWeights:
         if _in_backward():
             return
         _refuse_ddp(DistributedDataParallel._active_ddp_module is not None)
-        self._clean_up(failed=True)
+        self._clean_up()
         self._running = []
         for layer in self._order[: self._prefetch]:
             self._fetch(layer)
@@ -191,12 +191,12 @@ class HostWeights:
         task = torch._C._current_graph_task_id()
         if task not in (-1, self._task):
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._clean_up)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._clean_up, task))
 
-    def _clean_up(self, *, failed: bool = False) -> None:
+    def _clean_up(self, ended: int | None = None) -> None:
         """Every parameter is a host tensor with its gradient, and nothing is under way.
 
-        `failed`: what there is to clean up is of a backward that did not come to its end.
+        `ended`: the backward that is over. Without it, all that is left is of one that did not come to its end.
         """
         self._task, self._reached = -1, None
         for weights in self._weights.values():
@@ -205,9 +205,9 @@ class HostWeights:
         for layer in list(self._here):
             self._drop(layer)
         self._let_write()
-        for weight in self._waits:
-            weight.forget() if failed else weight.settle()
-        self._waits.clear()
+        for weight in self._waits if ended is None else [one for one in self._waits if one.task == ended]:
+            weight.forget() if ended is None else weight.settle()
+        self._waits = [weight for weight in self._waits if weight.task is not None]
 
     # Both
 
@@ -229,7 +229,7 @@ class HostWeights:
 
     def close(self) -> None:
         """The parameters are device tensors again."""
-        self._clean_up(failed=True)
+        self._clean_up()
         for hook in self._hooks:
             hook.remove()
         for weights in self._weights.values():
