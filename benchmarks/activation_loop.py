@@ -277,6 +277,7 @@ def moved(handle: ActivationOffload) -> Row:
         "left_gib": gib(receipt.bytes_left),
         "left_bytes": receipt.bytes_left,
         "stayed_gib": gib(receipt.bytes_stayed),
+        "remade_gib": gib(receipt.bytes_remade),
         "returned_per_forward_gib": gib(receipt.total_bytes_returned // max(1, receipt.passes)),
         "host_pool_gib": gib(receipt.host_bytes),
         **({} if plan is None else {"plan": str(plan), "predicted_peak_gib": gib(plan.peak_bytes)}),

@@ -39,9 +39,9 @@ from benchmarks.overlap import gib
 
 AUTO_WARM_UP = 8
 """`"auto"` measures, plans, and corrects its plan up to four times."""
-LINK_FULL = ({"layers": 5}, {"layers": 4}, {"fraction": 0.14}, {"fraction": 0.16})
+LINK_FULL = ({"layers": 7}, {"layers": 8}, {"fraction": 0.2}, {"fraction": 0.24})
 """What may fill the link under forward. Of those that cost little enough, the one that moves most counts."""
-MIXES = ((0, 0), (3, 0), (5, 0), (5, 9), (5, 18), (5, 26), (0, 31), (12, 19))
+MIXES = ((0, 0), (4, 0), (7, 0), (7, 8), (7, 16), (7, 24), (4, 27), (0, 31), (16, 15))
 """Blocks of 32 that offload, and that recompute with their inputs offloaded; the others keep."""
 AUTO_SHARES = (0.12, 0.35, 0.6, 0.85)
 """Where `device_peak` lies between the lowest and the highest peak of the mixes."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from offstage import activations
+from offstage import activation_side
 from offstage.activation_plan import Choice
 from offstage.activations import offload_activations
 from offstage.errors import ConfigError, HostMemoryError
@@ -59,7 +59,7 @@ class TimedLate(Clock, LazyLanes):
 def link(monkeypatch):
     """What the link carries; a test may change it."""
     rate = [0.05]
-    monkeypatch.setattr(activations, "measure_link", lambda lanes: rate[0])
+    monkeypatch.setattr(activation_side, "measure_link", lambda lanes: rate[0])
     return rate
 
 

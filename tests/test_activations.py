@@ -358,12 +358,14 @@ OPERATIONS = (
     lambda a, b: a.clone().tanh_(),
     lambda a, b: a.mean(0, keepdim=True).expand_as(b) * b,
     lambda a, b: checkpoint(lambda u, v: (u * v).cos(), a, b, use_reentrant=False),
+    lambda a, b: F.silu(a) * b.t().t(),
+    lambda a, b: F.gelu(a).reshape(-1)[: b.numel()].view_as(b) * b,
 )
 PLACES = st.integers(0, 30)
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 6), PLACES, PLACES), min_size=1, max_size=12), st.booleans())
+@given(st.lists(st.tuples(st.integers(0, len(OPERATIONS) - 1), PLACES, PLACES), min_size=1, max_size=12), st.booleans())
 def test_random_graphs(operations, late):
     class Graph(nn.Module):
         def __init__(self):

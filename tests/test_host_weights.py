@@ -1160,6 +1160,18 @@ def test_anything_after_anything(happenings, kind, seed):
                 assert torch.equal(found, expected), f"other bits after {happenings[: number + 1]}"
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_layer_runs_alone_after_a_backward_that_failed(seed):
+    """What that backward had fetched is not what the parameter is now."""
+    plain = Life(None)
+    with on_lanes(seed):
+        life = Life({})
+        for name in ("fail_backward", "load", "layer_alone"):
+            getattr(plain, name)()
+            getattr(life, name)()
+        assert all(map(torch.equal, life.look(), plain.look()))
+
+
 # Refused
 
 

@@ -39,6 +39,8 @@ class _Measured:
     start: Any = None
     stop: Any = None
     saved_bytes: int = 0
+    remade_bytes: int = 0
+    """Of them, what does not leave with the others because it is made again."""
     first_bytes: int | None = None
     """On the device when its backward began, without saved tensors."""
     most_bytes: int = 0
@@ -110,10 +112,11 @@ class Learner:
         if self.looks and lanes is not None:
             self._of(number).stop = lanes.stamp(Lane.CALLER)
 
-    def saved(self, number: int, nbytes: int) -> None:
+    def saved(self, number: int, nbytes: int, *, is_remade: bool = False) -> None:
         """The layer has saved so much more for backward."""
         if self.looks:
             self._of(number).saved_bytes += nbytes
+            self._of(number).remade_bytes += nbytes if is_remade else 0
 
     def in_backward(self, number: int | None, lanes: Lanes, here_bytes: int) -> None:
         """Backward is in the layer, or (`None`) outside any; `here_bytes` of saved tensors are on the device."""
@@ -144,6 +147,7 @@ class Learner:
     def _collect(self, lanes: Lanes) -> list[LayerFacts]:
         choices = self.choices()
         saved: dict[object, int] = {}
+        remade: dict[object, int] = {}
         inputs: dict[object, int] = {}
         extra: dict[object, int] = {}
         for number, (layer, choice) in enumerate(zip(self.layers, choices, strict=True)):
@@ -152,6 +156,7 @@ class Learner:
                 inputs.setdefault(kind, measured.saved_bytes)
             else:
                 saved[kind] = max(saved.get(kind, 0), measured.saved_bytes)
+                remade[kind] = max(remade.get(kind, 0), measured.remade_bytes)
                 extra[kind] = max(extra.get(kind, 0), measured.most_bytes - (measured.first_bytes or 0))
         facts = []
         base = 0
@@ -165,6 +170,7 @@ class Learner:
                     min(inputs.get(kind, saved.get(kind, 0)), saved.get(kind, measured.saved_bytes)),
                     base + extra.get(kind, 0),
                     can_recompute(layer),
+                    remade.get(kind, 0),
                 )
             )
         facts.reverse()

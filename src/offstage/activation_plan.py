@@ -36,6 +36,13 @@ class LayerFacts:
     before_backward_bytes: int
     """What the device held, at most, while this layer's backward ran, without any layer's saved tensors."""
     can_recompute: bool = True
+    remade_bytes: int = 0
+    """Of `saved_bytes`, what does not move if it is offloaded, because it is made again."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """What moves if it is offloaded."""
+        return self.saved_bytes - self.remade_bytes
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,7 @@ def _predict(
 ) -> ActivationPlan:
     forward_ms = sum(layer.forward_ms for layer in layers)
     recomputed_ms = sum(layer.forward_ms for layer, choice in _of(layers, choices, Choice.RECOMPUTE))
-    moved = sum(layer.saved_bytes for layer, choice in _of(layers, choices, Choice.OFFLOAD))
+    moved = sum(layer.moved_bytes for layer, choice in _of(layers, choices, Choice.OFFLOAD))
     moved += sum(layer.input_bytes for layer, choice in _of(layers, choices, Choice.RECOMPUTE))
     copy_ms = moved / link_gb_per_s / 1e6
     backward_ms = 2 * forward_ms + recomputed_ms
@@ -136,7 +143,7 @@ def _of(layers: Sequence[LayerFacts], choices: Sequence[Choice], wanted: Choice)
 
 def _peak(layers: Sequence[LayerFacts], choices: Sequence[Choice], in_flight: int) -> int:
     """The largest of what the device holds in each layer's backward."""
-    away = max((layer.saved_bytes for layer, _ in _of(layers, choices, Choice.OFFLOAD)), default=0)
+    away = max((layer.moved_bytes for layer, _ in _of(layers, choices, Choice.OFFLOAD)), default=0)
     inputs = max((layer.input_bytes for layer, _ in _of(layers, choices, Choice.RECOMPUTE)), default=0)
     # Other micro-batches in flight hold all that they keep.
     others = (in_flight - 1) * sum(layer.saved_bytes for layer, _ in _of(layers, choices, Choice.KEEP))

@@ -19,6 +19,8 @@ class ActivationReceipt:
     """Device → host, in the last forward."""
     bytes_stayed: int
     """Saved by chosen layers in the last forward, and kept on the device because of `fraction`."""
+    bytes_remade: int
+    """Saved in the last forward as well, and made again in backward instead of moved."""
     total_bytes_left: int
     total_bytes_returned: int
     weight_bytes_fetched: int
@@ -33,6 +35,7 @@ class ActivationReceipt:
         rows = [
             ("forwards", f"{self.passes}"),
             ("left / stayed, last forward", f"{format_size(self.bytes_left)} / {format_size(self.bytes_stayed)}"),
+            ("made again, last backward", format_size(self.bytes_remade)),
             (
                 "left / returned, so far",
                 f"{format_size(self.total_bytes_left)} / {format_size(self.total_bytes_returned)}",

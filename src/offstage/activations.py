@@ -14,13 +14,11 @@ input of one of the two and that one is chosen.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
 import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -30,18 +28,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from offstage.activation_hooks import Hook, Kept
 from offstage.activation_layers import choices_of, layers_of, num_layers_of
 from offstage.activation_learning import Learner
 from offstage.activation_plan import ActivationPlan, Choice
 from offstage.activation_receipt import ActivationReceipt
+from offstage.activation_side import Side
 from offstage.activation_traffic import Traffic
 from offstage.config import ActivationConfig, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
-from offstage.host_pool import HostPool, measure_link
 from offstage.host_weight import SavedWeight
 from offstage.host_weights import HostWeights
-from offstage.lanes import Lanes, lanes_for
-from offstage.saved_storage import Saved, SavedStorage
+from offstage.lanes import Lanes
+from offstage.remade_storage import RemadeStorage, recipe_of
+from offstage.saved_storage import Saved, SavedStorage, Stayed
 from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
 logger = logging.getLogger("offstage")
@@ -102,13 +102,14 @@ class _Pass:
         self.seen_bytes = 0
         """Saved by chosen layers so far."""
         self.left_bytes = 0
+        self.remade_bytes = 0
         self.visits = 0
         self.current: Visit | None = None
         self.previous: Visit | None = None
         """The visit that was over last."""
         self.unclaimed: dict[int, SavedStorage] = {}
         """Saved since the last layer."""
-        self.storages: dict[int, SavedStorage] = {}
+        self.storages: dict[int, SavedStorage | RemadeStorage] = {}
         self.weights: set[int] = set()
 
 
@@ -127,7 +128,7 @@ class ActivationOffload:
         self._layers = layers_of(model, config.layers)
         self._num_layers = num_layers_of(model, self._layers)
         self._choices = choices_of(self._layers, config)
-        self._sides: dict[torch.device, _Side] = {}
+        self._sides: dict[torch.device, Side] = {}
         self._reached: Visit | None = None
         """Where backward is."""
         self._largest = 0
@@ -140,7 +141,7 @@ class ActivationOffload:
         self._learner = Learner(model, self._layers, config, self._link_gb_per_s) if config.layers == "auto" else None
         self._weights = self._move_weights() if config.weights else None
         self._bind(model)
-        model._offstage_activations = _Kept(self)  # type: ignore[assignment]
+        model._offstage_activations = Kept(self)  # type: ignore[assignment]
         logger.info("activations: %d layers", len(self._layers))
 
     def _move_weights(self) -> HostWeights:
@@ -151,11 +152,11 @@ class ActivationOffload:
 
     def _bind(self, model: nn.Module) -> None:
         owner = weakref.ref(self)  # the model keeps this object, and copies of the model do not
-        self._handles.append(model.register_forward_pre_hook(_Hook(owner, "_begin"), prepend=True))
-        self._handles.append(model.register_forward_hook(_Hook(owner, "_end"), always_call=True))
+        self._handles.append(model.register_forward_pre_hook(Hook(owner, "_begin"), prepend=True))
+        self._handles.append(model.register_forward_hook(Hook(owner, "_end"), always_call=True))
         for layer in dict.fromkeys(self._layers):
-            self._handles.append(layer.register_forward_pre_hook(_Hook(owner, "_enter"), with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(_Hook(owner, "_leave"), always_call=True))
+            self._handles.append(layer.register_forward_pre_hook(Hook(owner, "_enter"), with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(Hook(owner, "_leave"), always_call=True))
             if self._learner is not None:
                 self._handles.append(_Recomputing(layer, owner))
 
@@ -202,6 +203,7 @@ class ActivationOffload:
             passes=self._num_passes,
             bytes_left=last.left_bytes if last is not None else 0,
             bytes_stayed=last.seen_bytes - last.left_bytes if last is not None else 0,
+            bytes_remade=last.remade_bytes if last is not None else 0,
             total_bytes_left=self.bytes_left,
             total_bytes_returned=self.bytes_returned,
             weight_bytes_fetched=weights.bytes_fetched if weights is not None else 0,
@@ -230,7 +232,7 @@ class ActivationOffload:
         self._check_working()
         for side in self._sides.values():
             side.bury()
-            _refuse_capture(side.lanes)
+            side.refuse_capture()
         if self._learner is not None:
             self._learner.begin_pass(self._any_lanes())
             self._choices = self._learner.choices()
@@ -330,20 +332,34 @@ class ActivationOffload:
             if weight is not None:
                 return weight
         if not self.config.activations or not self._movable(started, tensor):
-            return tensor
-        side = self._side(tensor.device)
+            return Stayed(tensor)
         handle = tensor.untyped_storage()._cdata
         storage = started.storages.get(handle)
         if storage is None or not storage.holds(tensor):
-            storage = started.storages[handle] = SavedStorage(side, tensor)
+            storage = self._remade(started, tensor) or SavedStorage(self._side(tensor.device), tensor)
+            started.storages[handle] = storage
         saved = storage.saved(tensor)
-        if not storage.is_claimed and storage.is_worth_it:
+        if isinstance(storage, SavedStorage) and not storage.is_claimed and storage.is_worth_it:
             storage.is_claimed = True
             if started.current is not None:
                 self._claim(started, started.current, storage, started.current.choice)
             else:
                 started.unclaimed[handle] = storage
         return saved
+
+    def _remade(self, started: _Pass, tensor: torch.Tensor) -> RemadeStorage | None:
+        """What need not leave, because it can be made again."""
+        visit = started.current
+        if visit is None or visit.choice is not Choice.OFFLOAD or not self.config.fraction:
+            return None
+        recipe = recipe_of(tensor)
+        if recipe is None:
+            return None
+        storage = RemadeStorage(self._side(tensor.device), tensor, visit, recipe, self._unpack)
+        started.remade_bytes += storage.nbytes
+        if self._learner is not None:
+            self._learner.saved(visit.layer, storage.nbytes, is_remade=True)
+        return storage
 
     def _movable(self, started: _Pass, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
@@ -368,10 +384,9 @@ class ActivationOffload:
         started.left_bytes += storage.nbytes
         self.bytes_left += storage.nbytes
 
-    def _side(self, device: torch.device) -> _Side:
+    def _side(self, device: torch.device) -> Side:
         if device not in self._sides:
-            self._sides[device] = side = _Side(device, self.config)
-            _refuse_capture(side.lanes)
+            self._sides[device] = Side(device, self.config)
         return self._sides[device]
 
     def _any_lanes(self) -> Lanes | None:
@@ -383,10 +398,9 @@ class ActivationOffload:
     # Backward
 
     def _unpack(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, SavedWeight):
-            return kept.tensor()
         if not isinstance(kept, Saved):
-            return kept  # type: ignore[no-any-return]
+            assert isinstance(kept, (SavedWeight, Stayed))
+            return kept.tensor()
         storage, side = kept.storage, kept.storage.side
         if storage.visit is not self._reached:
             self._reached = storage.visit
@@ -426,80 +440,6 @@ class _Recomputing:
             del self._layer.forward
 
 
-class _Side:
-    """Lanes and host memory for the activations of one device."""
-
-    def __init__(self, device: torch.device, config: ActivationConfig) -> None:
-        self.lanes: Lanes = lanes_for(device)
-        self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
-        self.here_bytes = 0
-        """Of saved tensors that are on the device."""
-        self._link: float | None = None
-        self._dead: deque[Any] = deque()
-
-    @property
-    def link_gb_per_s(self) -> float:
-        """What the link carries each way, with both directions busy. Measured the first time."""
-        if self._link is None:
-            self._link = measure_link(self.lanes)
-        return self._link
-
-    def lay_out(self, remains: Any) -> None:
-        """What a storage that nobody needs has left. Called by the garbage collector: nothing else may be done."""
-        self._dead.append(remains)
-
-    def bury(self) -> None:
-        """Give back what the dead have left."""
-        with contextlib.suppress(IndexError):
-            while True:
-                taken, after, memory = self._dead.popleft()
-                if memory is not None:  # a copy from or into this memory may be under way
-                    self.lanes.wait(after, "bury: the copy that nobody needed is done")
-                    self.lanes.touch(writes=[memory])
-                self.pool.give_back(taken)
-
-
-class _Hook:
-    """A hook on a module. A copy of the module, or one that is loaded from a file, has one that does nothing."""
-
-    def __init__(self, owner: weakref.ref[ActivationOffload] | None = None, method: str = "") -> None:
-        self._owner, self._method = owner, method
-        # Made here: importing offstage must not import the compiler.
-        self._refuse_compiled = torch.compiler.disable(_refuse_compiled) if owner is not None else _nothing  # type: ignore[no-untyped-call]
-
-    def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():
-            self._refuse_compiled()
-        offload = self._owner() if self._owner is not None else None
-        if offload is not None:
-            getattr(offload, self._method)(*arguments)
-
-    def __reduce__(self) -> Any:
-        return _Hook, ()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _refuse_compiled() -> None:
-    raise ConfigError(
-        "A module was compiled together with the hooks that offload_activations() has put on it, where they cannot "
-        "work; expected layers to be compiled one by one, and before. Use model.layers[i] = torch.compile(model."
-        "layers[i]) for each, then offload_activations(model)."
-    )
-
-
-class _Kept:
-    """How a model keeps its offload alive, and its copies do not."""
-
-    def __init__(self, offload: ActivationOffload | None = None) -> None:
-        self.offload = offload
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
-
-
 def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -515,11 +455,3 @@ def _storages(module: nn.Module) -> set[int]:
 def _inputs(arguments: Any) -> frozenset[int]:
     tensors = [leaf for leaf in tree_leaves(arguments) if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
     return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
-
-
-def _refuse_capture(lanes: Lanes) -> None:
-    if lanes.capturing():
-        raise OffstageError(
-            "A graph is being captured, and activations are offloaded: its replays would copy from and to host memory "
-            "that is used for something else by then. Capture the model without offload_activations()."
-        )

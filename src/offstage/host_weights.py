@@ -94,6 +94,8 @@ class HostWeights:
         """A layer is about to run: its parameters are on the device."""
         if layer not in self._weights:
             return
+        if self._task != -1 and not _in_backward():  # one has failed, and left copies of weights as they were then
+            self._clean_up()
         self._hook(layer)
         for weight in self._weights[layer]:
             weight.adopt()

@@ -26,14 +26,16 @@ from offstage.host_pool import Range
 from offstage.lanes import Lane, Mark
 
 if TYPE_CHECKING:
+    from offstage.activation_side import Side
     from offstage.activation_traffic import Traffic
-    from offstage.activations import Visit, _Side
+    from offstage.activations import Visit
+    from offstage.remade_storage import RemadeStorage
 
 
 class SavedStorage:
     """One storage, on the device or on the host. Lives as long as autograd keeps a tensor of it."""
 
-    def __init__(self, side: _Side, tensor: torch.Tensor) -> None:
+    def __init__(self, side: Side, tensor: torch.Tensor) -> None:
         self.visit: Visit | None = None
         """Which layer's it is."""
         self.traffic: Traffic | None = None
@@ -43,7 +45,7 @@ class SavedStorage:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.side = side
         self._device, self._dtype = tensor.device, tensor.dtype
-        self._bytes: torch.Tensor | None = _bytes_of(tensor)
+        self._bytes: torch.Tensor | None = bytes_of(tensor)
         """The storage, while it is on the device."""
         self._seen: torch.Tensor | None = tensor.detach()  # counts its versions with `tensor`, without its graph
         self._version = tensor._version
@@ -55,6 +57,7 @@ class SavedStorage:
         """What is on the device is a copy that returned."""
         self._was_back = False
         self._saved = 0
+        """How often backward will ask for it."""
         self._used = 0
         self._seen_bytes = 0
         self.is_claimed = False
@@ -68,9 +71,13 @@ class SavedStorage:
 
     def saved(self, tensor: torch.Tensor) -> Saved:
         """What autograd keeps in place of `tensor`."""
-        self._saved += 1
+        self.expect()
         self._seen_bytes += self.nbytes if 0 in tensor.stride() else tensor.nbytes
         return Saved(self, tensor)
+
+    def expect(self) -> None:
+        """Backward will ask for it once more."""
+        self._saved += 1
 
     @property
     def is_worth_it(self) -> bool:
@@ -105,12 +112,8 @@ class SavedStorage:
         self.side.here_bytes -= self.nbytes
 
     def _check_unchanged(self) -> None:
-        if self._seen is not None and self._seen._version != self._version:
-            raise OffstageError(
-                f"A tensor of shape {tuple(self._seen.shape)} that backward needs was changed in place after it was "
-                f"saved (version {self._seen._version}, expected {self._version}). Without offload_activations() "
-                "autograd would refuse it in backward. Use an operation that makes a new tensor."
-            )
+        if self._seen is not None:
+            check_unchanged(self._seen, self._version)
 
     # Returning
 
@@ -172,7 +175,7 @@ class Saved:
 
     __slots__ = ("_dtype", "_offset", "_size", "_stride", "storage")
 
-    def __init__(self, storage: SavedStorage, tensor: torch.Tensor) -> None:
+    def __init__(self, storage: SavedStorage | RemadeStorage, tensor: torch.Tensor) -> None:
         self.storage = storage
         self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
         self._offset = tensor.storage_offset()
@@ -184,7 +187,33 @@ class Saved:
         return made.set_(found.untyped_storage(), self._offset, self._size, self._stride)  # type: ignore[no-any-return]
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+class Stayed:
+    """A tensor that autograd keeps on the device: a parameter, a small one, one of a kind that cannot be copied.
+
+    Without its graph: an output that an operation saves would keep that operation, and so itself, alive.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version  # which counts its versions with `tensor`
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved: autograd does not look at versions where there are hooks."""
+        check_unchanged(self._tensor, self._version)
+        return self._tensor
+
+
+def check_unchanged(seen: torch.Tensor, version: int) -> None:
+    if seen._version != version:
+        raise OffstageError(
+            f"A tensor of shape {tuple(seen.shape)} that backward needs was changed in place after it was saved "
+            f"(version {seen._version}, expected {version}). Without offload_activations() autograd would refuse it in "
+            "backward. Use an operation that makes a new tensor; call backward before the optimizer's step."
+        )
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """All of the tensor's storage, as bytes."""
     storage = tensor.untyped_storage()
     made = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -8,7 +8,7 @@ import torch
 
 from offstage.errors import OffstageError
 from offstage.train import loop, passes
-from tests.train.running import differences, losses_of, rows_of, train
+from tests.train.running import TINY, differences, losses_of, rows_of, train
 
 SMALL = {"chunk_bytes": "256KiB"}
 PLANS = {
@@ -17,7 +17,8 @@ PLANS = {
     "backward": {**SMALL, "overlap_forward": True, "update_in_backward": True, "master_weights": "split"},
     "host": {**SMALL, "update_on": "host", "overlap_forward": True},
 }
-MODEL = {"model": {"size": "10M", "layers": 4}, "data": {"sequence": 256, "batch": 8}}
+BY_SIZE = dict.fromkeys(TINY)  # over the defaults of small runs, whose layers would be too small to move
+MODEL = {"model": {**BY_SIZE, "size": "10M", "layers": 4}, "data": {"sequence": 512, "batch": 8}}
 
 
 def go(folder, plan, **sections):

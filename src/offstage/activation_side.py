@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Side`: lanes and host memory for the activations of one device. Used by `activations.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Any
+
+import torch
+
+from offstage.config import ActivationConfig
+from offstage.errors import OffstageError
+from offstage.host_pool import HostPool, measure_link
+from offstage.lanes import Lanes, lanes_for
+
+
+class Side:
+    """Made when the first tensor of a device is saved."""
+
+    def __init__(self, device: torch.device, config: ActivationConfig) -> None:
+        self.lanes: Lanes = lanes_for(device)
+        self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
+        self.here_bytes = 0
+        """Of saved tensors that are on the device."""
+        self._link: float | None = None
+        self._dead: deque[Any] = deque()
+        self.refuse_capture()
+
+    @property
+    def link_gb_per_s(self) -> float:
+        """What the link carries each way, with both directions busy. Measured the first time."""
+        if self._link is None:
+            self._link = measure_link(self.lanes)
+        return self._link
+
+    def refuse_capture(self) -> None:
+        if self.lanes.capturing():
+            raise OffstageError(
+                "A graph is being captured, and activations are offloaded: its replays would copy from and to host "
+                "memory that is used for something else by then. Capture the model without offload_activations()."
+            )
+
+    def lay_out(self, remains: Any) -> None:
+        """What a storage that nobody needs has left. Called by the garbage collector: nothing else may be done."""
+        self._dead.append(remains)
+
+    def bury(self) -> None:
+        """Give back what the dead have left."""
+        with contextlib.suppress(IndexError):
+            while True:
+                taken, after, memory = self._dead.popleft()
+                if memory is not None:  # a copy from or into this memory may be under way
+                    self.lanes.wait(after, "bury: the copy that nobody needed is done")
+                    self.lanes.touch(writes=[memory])
+                self.pool.give_back(taken)
