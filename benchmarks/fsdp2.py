@@ -79,6 +79,9 @@ SETTINGS = {
     "in_step": Setting(config=IN_STEP, small=SMALL_CHUNKS),
     "window": Setting(config={**IN_STEP, "window": "8GiB"}, small={**SMALL_CHUNKS, "window": "256KiB"}),
     "in_backward": Setting(config={**IN_STEP, "update_in_backward": True}, clips=False, small=SMALL_CHUNKS),
+    "in_backward_6_slots": Setting(
+        config={**IN_STEP, "update_in_backward": True, "slots": 6}, clips=False, small=SMALL_CHUNKS
+    ),
 }
 
 

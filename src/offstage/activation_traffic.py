@@ -29,6 +29,7 @@ class Traffic:
         self._are_spread = num_layers > offloaded + prefetch > prefetch
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
+        self._last = len(choices) - 1
         self._prefetch = prefetch
         self.largest = largest
         """Bytes that one layer has sent away, at most."""
@@ -57,12 +58,14 @@ class Traffic:
     def layer_is_over(self, visit: int) -> None:
         """Layer number `visit` has run."""
         self._of_layer = 0
-        self._let_go(visit)
+        # What follows the last layer (a head, a loss) may need more memory than any layer: nothing stays for that long.
+        self._let_go(visit, everything=visit == self._last)
 
-    def _let_go(self, visit: int) -> None:
+    def _let_go(self, visit: int, *, everything: bool = False) -> None:
         while self._leaving:
             reference, nbytes, left_in = self._leaving[0]
-            if self._leaving_bytes - nbytes < self._room and visit - left_in < self._spacing * self._prefetch:
+            is_early = self._leaving_bytes - nbytes < self._room and visit - left_in < self._spacing * self._prefetch
+            if is_early and not everything:
                 return
             self._leaving.popleft()
             self._leaving_bytes -= nbytes
@@ -73,13 +76,14 @@ class Traffic:
 
     def send_for(self, storage: SavedStorage) -> int:
         """Backward asks for `storage`: it returns, and those that it will ask for next. How many bytes had to move."""
-        moved = ahead = 0
-        for place in range(storage.place, -1, -1):
+        moved = storage.nbytes if storage.come_back() else 0
+        ahead = 0
+        for place in range(storage.place - 1, -1, -1):
             one = self._away[place]()
-            if one is None or (one is not storage and one.has_returned):  # used already, maybe in another order
+            if one is None or one.has_returned:  # used already, maybe in another order
                 continue
-            moved += one.nbytes if one.come_back() else 0
-            ahead += one.nbytes if one is not storage else 0
-            if ahead >= self._room:
+            ahead += one.nbytes
+            if ahead > self._room and ahead > one.nbytes:  # the next one in any case, or the link would stand still
                 break
+            moved += one.nbytes if one.come_back() else 0
         return moved

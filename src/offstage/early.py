@@ -6,7 +6,7 @@ parameter's hook fires: those that fire once, and whose forward checkpointing do
 early. What of these the link cannot move, or the CPU not update, during backward is better left to `step()`: the
 parameters that forward needs first get their gradients last, and left to `step()` they go in the
 order in which forward needs them, instead of queueing up behind the others. How much that is, a backward is measured
-for.
+for. Where `step()` waits for all of them anyway nothing is left to it: the link has no pause between backward and step.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ updates, which then hold up backward; the updates are that far behind only where
 class Early:
     """What one optimizer has learned."""
 
-    def __init__(self, config: OffloadConfig, speculation: Speculation) -> None:
+    def __init__(self, config: OffloadConfig, speculation: Speculation, *, leaves_some: bool) -> None:
+        """`leaves_some`: whether the next forward, and not `step()`, waits for what is left to `step()`."""
         self.params: frozenset[torch.Tensor] = frozenset()
         self.most_in_flight = 0.0
         """Bytes of gradients that may wait for their updates."""
-        self._config, self._speculation = config, speculation
+        self._config, self._speculation, self._leaves_some = config, speculation, leaves_some
         self._once: frozenset[torch.Tensor] = frozenset()
         self._never: frozenset[torch.Tensor] = frozenset()
         """Parameters that are always left to `step()`."""
@@ -63,7 +64,7 @@ class Early:
             self._never |= fired.keys() - once
             self._once = (self._once | once) - self._never
         if not before:
-            self._left = {(engine, placement): _LEFT_TO_STEP for engine in engines for placement in Placement}
+            self._left = self._left_at_first(engines)
         if self._once != before:  # the first time, and when parameters join: experts, layers no longer frozen
             self._choose(engines)
         if fired and not self._once and "no effect" not in self.fallbacks:
@@ -80,8 +81,12 @@ class Early:
         """State has moved: measure anew."""
         self._config, self._measured, self._rounds = config, False, 0
         if self._once:
-            self._left = {(engine, placement): _LEFT_TO_STEP for engine in engines for placement in Placement}
+            self._left = self._left_at_first(engines)
             self._choose(engines)
+
+    def _left_at_first(self, engines: Sequence[Engine]) -> Mapping[tuple[Engine, Placement], float]:
+        share = _LEFT_TO_STEP if self._leaves_some else 0.0
+        return {(engine, placement): share for engine in engines for placement in Placement}
 
     def exclude(self, params: Iterable[torch.Tensor]) -> None:
         """Their forward is run again after their gradients are there: an update in between would be seen by it."""
@@ -89,7 +94,7 @@ class Early:
 
     def measure(self, engines: Sequence[Engine]) -> None:
         """A backward begins: what did the link have time for in the one before? Looks once."""
-        if self._measured or self._rounds < _MEASURED_ROUND:
+        if self._measured or self._rounds < _MEASURED_ROUND or not self._leaves_some:
             return
         left: dict[tuple[Engine, Placement], float] = {}
         for engine in engines:

@@ -90,7 +90,9 @@ class Overlap:
         """Parameters whose module ran forward since the last step."""
         self._unseen: set[torch.Tensor] = set()
         """Parameters that were still pending when backward began: their module did not run."""
-        self.early = Early(config, optimizer.speculation)
+        self._gathers = config.overlap_forward and model is not None and _is_fsdp(model)
+        """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
+        self.early = Early(config, optimizer.speculation, leaves_some=config.overlap_forward and not self._gathers)
         self.updated: dict[torch.Tensor, HeldState] = {}
         """Given to the lanes in this backward."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
@@ -99,8 +101,6 @@ class Overlap:
         """Backwards with updates that have not come to their end."""
         self._used_options: dict[int, dict[str, Any]] = {}
         self._window = Window(config)
-        self._gathers = config.overlap_forward and model is not None and _is_fsdp(model)
-        """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
         if self._gathers:
             logger.warning(_GATHERS)
         self._cues = Cues(self, model)

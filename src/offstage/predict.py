@@ -275,7 +275,10 @@ def gradient_share(config: OffloadConfig, workload: Workload, left: float) -> fl
     """Share of the gradients that is there at the peak. `left`: share of the model that is left to `step()`."""
     if not config.update_in_backward or workload.clips or workload.micro_batches > 1:
         return 1.0
-    left = left if workload.backward_ms else _LEFT_TO_STEP
+    if not config.overlap_forward:
+        left = 0.0  # step() waits for all of them, so the link begins with each in backward
+    elif not workload.backward_ms:
+        left = _LEFT_TO_STEP
     return left + (1.0 - left) * _GRADIENTS_IN_FLIGHT
 
 

@@ -45,7 +45,7 @@ def test_every_plan_has_the_same_bits(plan, resident, tmp_path):
     assert row["device_bytes"] > 0
     assert row["device_peak_bytes"] >= row["device_bytes"]
     assert row["exposed_ms"] is not None
-    assert row["hidden_ms"] is not None
+    assert (row["hidden_ms"] is None) is (plan == "host")  # the link's rate is measured where state is streamed
 
 
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(resident, tmp_path):
@@ -106,12 +106,12 @@ def test_operations_that_do_not_repeat(tmp_path, monkeypatch):
     """Refused with the setting that allows them, or allowed by it."""
     gradients = passes.Whole.gradients
 
-    def with_kthvalue(self, *args):
-        torch.ones(3, device="cuda").kthvalue(1)
+    def with_median(self, *args):
+        torch.ones(3, device="cuda").median(0)
         return gradients(self, *args)
 
-    monkeypatch.setattr(passes.Whole, "gradients", with_kthvalue)
-    with pytest.raises(OffstageError, match=r"kthvalue.*run\.deterministic=false"):
+    monkeypatch.setattr(passes.Whole, "gradients", with_median)
+    with pytest.raises(OffstageError, match=r"median.*run\.deterministic=false"):
         go(tmp_path / "one", "off")
     go(tmp_path / "other", "off", run={"deterministic": False})
     assert not torch.are_deterministic_algorithms_enabled()
