@@ -165,7 +165,7 @@ def test_every_candidate_has_a_verdict():
 def test_a_share_that_fits_the_device_is_chosen():
     """Gradients that wait for step() take memory, and a faster share leaves fewer of them."""
     work = Workload(backward_ms=60)
-    both = OffloadConfig(update_in_backward=True, update_on="auto", chunk_bytes="4MiB")
+    both = OffloadConfig(update_in_backward=True, overlap_forward=True, update_on="auto", chunk_bytes="4MiB")
     host = dataclasses.replace(both, update_on="host")
     peak = {
         config.update_on: make_plan(MODEL, machine(), config, workload=work).prediction.device_peak_bytes
@@ -177,6 +177,15 @@ def test_a_share_that_fits_the_device_is_chosen():
     assert any(one.verdict.endswith("over device memory") for one in plan.candidates)
     with pytest.raises(ConfigError, match="cannot hold"):
         make_plan(MODEL, tight, host, workload=work)
+
+
+def test_gradients_wait_for_step_only_where_forward_waits_for_the_weights():
+    """Otherwise every update begins in backward, and only what is in flight is there."""
+    work = Workload(backward_ms=60, forward_ms=30)
+    config = OffloadConfig(update_in_backward=True, update_on="host", chunk_bytes="4MiB")
+    waits = make_plan(MODEL, machine(), config, workload=work).prediction
+    later = make_plan(MODEL, machine(), dataclasses.replace(config, overlap_forward=True), workload=work).prediction
+    assert waits.device_peak_bytes < later.device_peak_bytes
 
 
 def test_speculation_needs_a_second_set_and_does_without():

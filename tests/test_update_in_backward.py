@@ -193,6 +193,20 @@ def test_the_first_iteration_keeps_its_gradients():
     assert any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
 
 
+@pytest.mark.parametrize("clip", [None, 1e4])
+def test_what_is_left_to_step(clip):
+    """Some of what forward needs first, where forward waits for it; nothing where step() does."""
+    for config in (BACKWARD, BOTH):
+        model, optimizer = trained(config, steps=1, clip=clip)  # nothing is measured yet
+        loss_of(model, 3).backward()
+        left = [param for param in model.parameters() if not isinstance(param.grad, DroppedGradient)]
+        assert bool(left) is (config is BOTH)
+        assert all(param is kept for param, kept in zip(model.parameters(), left, strict=False))
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+
+
 def test_the_memory_of_gradients_is_given_back_during_backward():
     """At no time is there more than a part of all gradients; at the end of backward there is next to none."""
     model = make_model()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,7 +100,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._group_number: dict[torch.Tensor, int] = {}
         self._moved_until = (0, 0)
         self.last_moved = (0, 0)
-        self._host_s_until: deque[float] = deque([0.0], maxlen=2)
+        self._host_s_before = 0.0
+        """For how long the CPU had been updating when the last round began."""
         self._norm: Norm | None = None
         self._seen: torch.Tensor | None = None
         self.speculation = Speculation()
@@ -278,7 +278,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._places.close()
         self._places, self._held, self._engines = places, places.held, places.engines
         self.config = config
-        self._host_s_until = deque([0.0], maxlen=2)
+        self._host_s_before = 0.0
 
     def device_state_bytes(self, device: torch.device) -> int:
         """State on `device` now: resident state and slots."""
@@ -369,7 +369,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._learn()
         before, self._moved_until = self._moved_until, self._places.moved_bytes()
         self.last_moved = (self._moved_until[0] - before[0], self._moved_until[1] - before[1])
-        self._host_s_until.append(sum(engine.host_busy_s for engine in self._engines.values()))
         self._prove_effect(turns)
 
     def _end_step(self, turns: list[Turn]) -> None:
@@ -418,8 +417,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @property
     def last_host_s(self) -> float:
-        """Seconds in which the CPU was updating, from the end of the step before the last to that of the last."""
-        return self._host_s_until[-1] - self._host_s_until[0]
+        """Seconds in which the CPU was updating since the last round began: with overlap, after `step()` as well."""
+        return sum(engine.host_busy_s for engine in self._engines.values()) - self._host_s_before
 
     # For `overlap.py`
 
@@ -439,6 +438,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """A step begins, with its first update."""
         self._norm = None if in_backward else self._norm  # of an iteration that was given up
         self._round += 1
+        self._host_s_before = sum(engine.host_busy_s for engine in self._engines.values())
         self._options = {}
         self._number_groups()
         self.speculation.active = False

@@ -92,13 +92,14 @@ class SavedStorage:
         assert source is not None
         self._range = taken = self.side.pool.take(self.nbytes)
         lanes.touch(writes=[source])
-        self._left = lanes.submit(
-            Lane.STORE,
-            copy_work([(taken.tensor, source)]),
-            after={"leave: the tensor is made": lanes.mark()},
-            reads=[source],
-            writes=[taken.tensor],
-        )
+        with lanes.patiently():  # what is promised would hold its memory until another thread has let it go
+            self._left = lanes.submit(
+                Lane.STORE,
+                copy_work([(taken.tensor, source)]),
+                after={"leave: the tensor is made": lanes.mark()},
+                reads=[source],
+                writes=[taken.tensor],
+            )
 
     def let_go(self) -> None:
         """LEAVING → AWAY: the memory may be used for something else, behind the copy."""
@@ -136,13 +137,14 @@ class SavedStorage:
         self.side.here_bytes += self.nbytes
         self._bytes = target = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         lanes.touch(writes=[target])
-        self._returned = lanes.submit(
-            Lane.FETCH,
-            copy_work([(target, taken.tensor)]),
-            after={"return: the memory is free": lanes.mark()},  # and behind `left`, which the caller has waited for
-            reads=[taken.tensor],
-            writes=[target],
-        )
+        with lanes.patiently():
+            self._returned = lanes.submit(
+                Lane.FETCH,
+                copy_work([(target, taken.tensor)]),
+                after={"return: the memory is free": lanes.mark()},  # and behind `left`: the caller has waited for it
+                reads=[taken.tensor],
+                writes=[target],
+            )
         lanes.announce(self._returned)
         return True
 

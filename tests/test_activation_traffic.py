@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of what leaves and returns is on the device at once."""
+
+import pytest
+import torch
+
+from offstage import activation_traffic
+from offstage.activations import offload_activations
+from offstage.saved_storage import SavedStorage
+from tests.test_activations import SEEDS, WIDTH, Stack, on_lanes
+from tests.test_remade_storage import FLOAT, TOKENS, Gated
+
+INPUT = TOKENS * WIDTH * FLOAT  # a layer's input; the model's own is as large, and stays
+GATE_UP = 8 * INPUT
+
+
+def passed(monkeypatch, **config):
+    """Bytes of saved tensors on the device: when the head begins, and whenever backward has asked for one."""
+    torch.manual_seed(0)
+    model = Stack(Gated, 5)
+    handle = offload_activations(model, min_bytes=0, **config)
+    at_head, in_backward = [], []
+    ask = SavedStorage.bytes_for_backward
+
+    def asked(storage):
+        in_backward.append(storage.side.here_bytes)
+        return ask(storage)
+
+    model.last.register_forward_pre_hook(lambda *_: at_head.append(next(iter(handle._sides.values())).here_bytes))
+    monkeypatch.setattr(SavedStorage, "bytes_for_backward", asked)
+    for _ in range(2):
+        in_backward.clear()
+        model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
+    return at_head, max(in_backward)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_is_left_behind_the_last_layer(seed, monkeypatch):
+    """A head and a loss may need more memory than any layer."""
+    with on_lanes(seed):
+        at_head, _ = passed(monkeypatch, keep_last=0)
+        assert at_head == [INPUT, INPUT]
+        at_head, _ = passed(monkeypatch)  # the last layer stays, and what it makes of what it saves as well
+        assert at_head == [INPUT + INPUT + GATE_UP + GATE_UP // 2 + GATE_UP // 2] * 2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("busy", "prefetch", "most"),
+    [
+        (0, 1, GATE_UP + INPUT),  # the next one in any case
+        (INPUT, 2, GATE_UP + INPUT),
+        (GATE_UP + INPUT, 1, 2 * GATE_UP + INPUT),
+        (GATE_UP + 2 * INPUT, 1, 2 * GATE_UP + INPUT),  # one more would be too much
+    ],
+)
+def test_what_returns_ahead_is_no_more_than_keeps_the_link_busy(busy, prefetch, most, seed, monkeypatch):
+    monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", busy)
+    with on_lanes(seed):
+        _, in_backward = passed(monkeypatch, keep_last=0, prefetch=prefetch)
+        assert in_backward == INPUT + most
