@@ -30,6 +30,7 @@ from tests.test_activations import (
     assert_same,
     tied,
 )
+from tests.test_remade_storage import Gated
 
 SEEDS = [None, 0]
 LAYERS = 6
@@ -60,6 +61,7 @@ def link(monkeypatch):
     """What the link carries; a test may change it."""
     rate = [0.05]
     monkeypatch.setattr(activation_side, "measure_link", lambda lanes: rate[0])
+    monkeypatch.setattr(activation_side, "measure_remaking", lambda lanes: 1.0)
     return rate
 
 
@@ -251,6 +253,7 @@ MODELS = {
     "one layer called six times": lambda: Stack(tied(), LAYERS),
     "random numbers": lambda: WithKeywords(Dropping, LAYERS),
     "a forward of its own": with_own_forward,
+    "gated": lambda: Stack(Gated, LAYERS),
 }
 
 
@@ -275,6 +278,31 @@ def test_models(model, seed):
                 assert_same(one, other)
             peak = int(0.9 * handle.plan.peak_bytes)
     assert peak < 1 << 29, "nothing but the first was accepted"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kept_layers_make_again_what_they_can(seed, link):
+    """Over a link that carries nothing, with room for a little less than everything."""
+    link[0] = 1e-6
+
+    def gated():
+        return Stack(Gated, LAYERS)
+
+    expected, _, _ = run(None, gated)
+    with on_lanes(seed):
+        everything, handle, _ = run(1 << 30, gated)
+        assert set(handle.plan.choices) == {Choice.KEEP}
+        assert handle.receipt().bytes_remade == 0
+        peak = int(0.97 * handle.plan.peak_bytes)
+        found, handle, most = run(peak, gated)
+        assert handle.plan.count(Choice.REMAKE) > 0
+        receipt = handle.receipt()
+        hidden = 8 * 16 * 4 * WIDTH * 4
+        assert receipt.bytes_remade == 2 * hidden * handle.plan.count(Choice.REMAKE)
+        assert max(most[-3:]) <= peak
+        for one, other, plain in zip(found, everything, expected, strict=True):
+            assert_same(one, plain)
+            assert_same(other, plain)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans for activations: what is promised fits, nothing that was rejected is faster, and refusals have numbers."""
 
+import dataclasses
 import math
 import re
 
@@ -25,6 +26,8 @@ def layer_facts(draw):
         saved_bytes=saved,
         input_bytes=saved * draw(st.integers(0, 100)) // 100,
         before_backward_bytes=draw(st.integers(0, 2000)) * MB,
+        remade_bytes=saved * draw(st.sampled_from([0, 0, 30, 100])) // 100,
+        remade_ms=draw(st.floats(0, 2)),
     )
 
 
@@ -43,20 +46,23 @@ def chosen(layers, peak, rate, keep_last, in_flight):
 
 def walked(layers, choices, in_flight):
     """The most that the device holds while backward walks through the layers, told step by step."""
-    holds = dict.fromkeys(range(len(layers)), 0)
-    for number, choice in enumerate(choices):
-        if choice is Choice.KEEP:
-            holds[number] = in_flight * layers[number].saved_bytes
+    stays, holds = {}, {}
+    for number, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
+        if choice in (Choice.KEEP, Choice.REMAKE):
+            stays[number] = layer.saved_bytes - (layer.remade_bytes if choice is Choice.REMAKE else 0)
+        holds[number] = in_flight * stays.get(number, 0)
     most = 0
     for number in reversed(range(len(layers))):
         layer = layers[number]
-        if choices[number] is not Choice.KEEP:
-            holds[number] = layer.saved_bytes  # back, or made again
-        following = next((one for one in reversed(range(number)) if choices[one] is not Choice.KEEP), None)
+        if number in stays:
+            holds[number] += layer.saved_bytes - stays[number]  # made again
+        else:
+            holds[number] = layer.saved_bytes  # back, or computed again
+        following = next((one for one in reversed(range(number)) if one not in stays), None)
         if following is not None:  # double buffering: on its way back already
             sent_for = layers[following]
             away = choices[following] is Choice.OFFLOAD
-            holds[following] = sent_for.saved_bytes if away else sent_for.input_bytes
+            holds[following] = sent_for.saved_bytes - sent_for.remade_bytes if away else sent_for.input_bytes
         most = max(most, layer.before_backward_bytes + sum(holds.values()))
         holds[number] -= layer.saved_bytes
     return most
@@ -68,7 +74,10 @@ def cost(layers, choices, rate):
     again = math.fsum(one.forward_ms for one, choice in zip(layers, choices, strict=True) if choice is Choice.RECOMPUTE)
     moved = 0
     for layer, choice in zip(layers, choices, strict=True):
-        moved += {Choice.KEEP: 0, Choice.OFFLOAD: layer.saved_bytes, Choice.RECOMPUTE: layer.input_bytes}[choice]
+        moved += {Choice.OFFLOAD: layer.saved_bytes - layer.remade_bytes, Choice.RECOMPUTE: layer.input_bytes}.get(
+            choice, 0
+        )
+        again += layer.remade_ms if choice in (Choice.OFFLOAD, Choice.REMAKE) else 0.0
     copies = moved / (rate * 1e6)
     return again + max(0.0, copies - forward) + max(0.0, copies - (2 * forward + again))
 
@@ -160,6 +169,25 @@ def test_a_slow_link_recomputes_and_a_fast_one_offloads():
     assert fast.count(Choice.RECOMPUTE) == 0
     assert fast.count(Choice.OFFLOAD) > 0
     assert fast.added_ms == 0
+
+
+GATED = [LayerFacts(10.0, 1000 * MB, 50 * MB, 5000 * MB, remade_bytes=300 * MB, remade_ms=0.4)] * 8
+"""The same, of which a third is made again in no time."""
+
+
+def test_what_is_made_again_is_neither_kept_nor_moved():
+    """First what costs least: room for everything, then all but what is made again, then the link, then recomputing."""
+    assert plan_of(20_000, layers=GATED).choices == (Choice.KEEP,) * 8
+    little = plan_of(12_700, layers=GATED, rate=0.1)  # a link that carries next to nothing
+    assert little.choices == (Choice.REMAKE,) * 7 + (Choice.KEEP,)
+    assert little.added_ms == pytest.approx(7 * 0.4)
+    assert "1 layers keep, 7 remake, 0 offload, 0 recompute" in str(little)
+    some, without = plan_of(9_000, layers=GATED), plan_of(9_000)
+    assert some.count(Choice.OFFLOAD) > 4  # the link carries four of the others
+    assert some.count(Choice.RECOMPUTE) < without.count(Choice.RECOMPUTE)
+    assert some.added_ms < without.added_ms
+    slowly = plan_of(12_700, layers=[dataclasses.replace(one, remade_ms=50.0) for one in GATED])
+    assert slowly.count(Choice.REMAKE) == 0
 
 
 def test_micro_batches_in_flight_take_room():

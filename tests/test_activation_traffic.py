@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from offstage import activation_traffic
 from offstage.activations import offload_activations
@@ -42,6 +43,43 @@ def test_nothing_is_left_behind_the_last_layer(seed, monkeypatch):
         assert at_head == [INPUT, INPUT]
         at_head, _ = passed(monkeypatch)  # the last layer stays, and what it makes of what it saves as well
         assert at_head == [INPUT + INPUT + GATE_UP + GATE_UP // 2 + GATE_UP // 2] * 2
+
+
+def test_only_named_layers_leave():
+    """What the layers between them save may lie where an input of theirs was, and is not theirs."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.gated = nn.RMSNorm(WIDTH), Gated()
+
+        def forward(self, x):
+            return self.gated(self.norm(x.float()).to(x.dtype))
+
+    torch.manual_seed(0)
+    model = Stack(Normed, 9).bfloat16()
+    handle = offload_activations(model, min_bytes=0, layers=[model.layers[number] for number in (0, 3, 6)])
+    left = set()
+    for _ in range(8):
+        model(torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16)).backward()
+        left.add(handle.receipt().bytes_left)
+    assert len(left) == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_named_layers_are_not_waited_for_in_the_middle(seed, monkeypatch):
+    """The last one of those that leave is not the model's last: what it sends has until the head, or longer."""
+    with on_lanes(seed):
+        waits = []
+        torch.manual_seed(0)
+        model = Stack(Gated, 5)
+        handle = offload_activations(model, min_bytes=0, layers=[model.layers[0], model.layers[2]])
+        model.layers[3].register_forward_pre_hook(
+            lambda *_: waits.append(next(iter(handle._sides.values())).here_bytes)
+        )
+        for _ in range(2):
+            model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
+        assert waits[-1] == INPUT + INPUT + GATE_UP + INPUT + 2 * GATE_UP  # its own, those of a layer that stays
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 import offstage
+from offstage.activation_rates import measure_link
 from offstage.activations import offload_activations
 from offstage.errors import OffstageError, StepLostError
-from offstage.host_pool import HostPool, measure_link
+from offstage.host_pool import HostPool
 from offstage.lanes import lanes_for
 from offstage.lazy_lanes import WaitLog
 from offstage.pipeline import Trip
@@ -605,7 +606,7 @@ def link_measured_for_activations():
     lanes = lanes_for(torch.device("cpu"))
     pool = HostPool(lanes.device, None)
     with (
-        mock.patch("offstage.host_pool._MEASURED_BYTES", 4096),
+        mock.patch("offstage.activation_rates._MEASURED_BYTES", 4096),
         mock.patch.object(lanes, "elapsed_ms", return_value=1.0),
     ):
         for _ in range(2):

@@ -13,7 +13,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from offstage.activation_plan import ActivationPlan, Choice, LayerFacts, choose
 from offstage.config import ActivationConfig, format_size
 from offstage.lanes import Lane, Lanes
+
+if TYPE_CHECKING:
+    from offstage.activation_side import Side
 
 logger = logging.getLogger("offstage")
 
@@ -53,7 +56,8 @@ class Learner:
     model: nn.Module
     layers: Sequence[nn.Module]
     config: ActivationConfig
-    link_gb_per_s: Callable[[], float]
+    side: Callable[[], Side]
+    """Knows how fast the link is, and the device."""
     plan: ActivationPlan | None = None
     passes: int = 0
     in_flight: int = 1
@@ -171,6 +175,7 @@ class Learner:
                     base + extra.get(kind, 0),
                     can_recompute(layer),
                     remade.get(kind, 0),
+                    remade[kind] / self.side().remaking_gb_per_s / 1e6 if remade.get(kind) else 0.0,
                 )
             )
         facts.reverse()
@@ -185,7 +190,7 @@ class Learner:
         self.plan = choose(
             self._facts,
             device_peak=int(self.config.device_peak),
-            link_gb_per_s=self.link_gb_per_s(),
+            link_gb_per_s=self.side().link_gb_per_s,
             keep_last=self.config.keep_last,
             in_flight=self.in_flight,
         )

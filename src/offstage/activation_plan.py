@@ -2,8 +2,9 @@
 """What becomes of each layer's activations: kept, offloaded, or recomputed. Pure; asked by `activations.py`.
 
 `choose` finds the mix that fits a peak at the least cost. Keeping costs memory, recomputing costs a forward, offloading
-costs nothing as long as the link carries it while the device computes. So the link is used for what it can carry under
-forward and backward, and the rest is recomputed; more is offloaded only where even that does not fit.
+costs nothing as long as the link carries it while the device computes; making again what one kernel makes costs next to
+nothing and saves little. So what is kept is kept without that, the link is used for what it can carry under forward and
+backward, and the rest is recomputed; more is offloaded only where even that does not fit.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Choice(enum.Enum):
     """What a layer does with the tensors that its backward needs."""
 
     KEEP = "keep"
+    REMAKE = "remake"  # keeps what cannot be made again by one kernel
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"  # its inputs leave
 
@@ -37,12 +39,18 @@ class LayerFacts:
     """What the device held, at most, while this layer's backward ran, without any layer's saved tensors."""
     can_recompute: bool = True
     remade_bytes: int = 0
-    """Of `saved_bytes`, what does not move if it is offloaded, because it is made again."""
+    """Of `saved_bytes`, what can be made again from the rest by one kernel each: it neither moves nor stays."""
+    remade_ms: float = 0.0
+    """How long that takes."""
 
     @property
-    def moved_bytes(self) -> int:
-        """What moves if it is offloaded."""
+    def rest_bytes(self) -> int:
+        """What moves if it is offloaded, and stays if it is remade."""
         return self.saved_bytes - self.remade_bytes
+
+    def kept_bytes(self, choice: Choice) -> int:
+        """What is on the device all the time."""
+        return {Choice.KEEP: self.saved_bytes, Choice.REMAKE: self.rest_bytes}.get(choice, 0)
 
 
 @dataclass(frozen=True)
@@ -61,8 +69,9 @@ class ActivationPlan:
         return self.choices.count(choice)
 
     def __str__(self) -> str:
+        remade = f"{self.count(Choice.REMAKE)} remake, " if self.count(Choice.REMAKE) else ""
         return (
-            f"{self.count(Choice.KEEP)} layers keep, {self.count(Choice.OFFLOAD)} offload, "
+            f"{self.count(Choice.KEEP)} layers keep, {remade}{self.count(Choice.OFFLOAD)} offload, "
             f"{self.count(Choice.RECOMPUTE)} recompute: predicted peak {format_size(self.peak_bytes)}, "
             f"{self.added_ms:.1f} ms added per iteration. {self.reason}"
         )
@@ -96,7 +105,10 @@ def choose(
 
 
 def _mixes(layers: Sequence[LayerFacts], keep_last: int) -> Iterator[tuple[Choice, ...]]:
-    """All numbers of offloaded and recomputed layers, spread over the model; the last `keep_last` keep."""
+    """All numbers of offloaded and recomputed layers, spread over the model; the others keep or remake.
+
+    The last `keep_last` keep.
+    """
     num_layers = len(layers)
     free = max(0, num_layers - keep_last)
     for offloaded in range(free + 1):
@@ -105,10 +117,17 @@ def _mixes(layers: Sequence[LayerFacts], keep_last: int) -> Iterator[tuple[Choic
         for recomputed in range(len(others) + 1):
             # The first ones: what is kept is then given back early in backward, when the gradients are still to come.
             again = set(others[:recomputed])
-            yield tuple(
-                Choice.OFFLOAD if number in away else Choice.RECOMPUTE if number in again else Choice.KEEP
-                for number in range(num_layers)
-            )
+            for rest in (Choice.KEEP, Choice.REMAKE) if any(layer.remade_bytes for layer in layers) else (Choice.KEEP,):
+                yield tuple(
+                    Choice.OFFLOAD
+                    if number in away
+                    else Choice.RECOMPUTE
+                    if number in again
+                    else rest
+                    if number < free and layers[number].remade_bytes
+                    else Choice.KEEP
+                    for number in range(num_layers)
+                )
 
 
 def spread(count: int, total: int) -> frozenset[int]:
@@ -121,11 +140,12 @@ def _predict(
 ) -> ActivationPlan:
     forward_ms = sum(layer.forward_ms for layer in layers)
     recomputed_ms = sum(layer.forward_ms for layer, choice in _of(layers, choices, Choice.RECOMPUTE))
-    moved = sum(layer.moved_bytes for layer, choice in _of(layers, choices, Choice.OFFLOAD))
+    remade_ms = sum(layer.remade_ms for layer, choice in _of(layers, choices, Choice.OFFLOAD, Choice.REMAKE))
+    moved = sum(layer.rest_bytes for layer, choice in _of(layers, choices, Choice.OFFLOAD))
     moved += sum(layer.input_bytes for layer, choice in _of(layers, choices, Choice.RECOMPUTE))
     copy_ms = moved / link_gb_per_s / 1e6
-    backward_ms = 2 * forward_ms + recomputed_ms
-    added_ms = recomputed_ms + max(0.0, copy_ms - forward_ms) + max(0.0, copy_ms - backward_ms)
+    backward_ms = 2 * forward_ms + recomputed_ms + remade_ms
+    added_ms = recomputed_ms + remade_ms + max(0.0, copy_ms - forward_ms) + max(0.0, copy_ms - backward_ms)
     peak = _peak(layers, choices, in_flight)
     hidden = "all copies hidden" if copy_ms <= forward_ms else f"{copy_ms - forward_ms:.0f} ms of copies not hidden"
     return ActivationPlan(
@@ -133,24 +153,27 @@ def _predict(
         peak,
         added_ms,
         moved,
-        f"{moved / 1e9:.1f} GB each way at {link_gb_per_s:.0f} GB/s, {hidden}; {recomputed_ms:.0f} ms computed again",
+        f"{moved / 1e9:.1f} GB each way at {link_gb_per_s:.0f} GB/s, {hidden}; "
+        f"{recomputed_ms + remade_ms:.0f} ms computed again",
     )
 
 
-def _of(layers: Sequence[LayerFacts], choices: Sequence[Choice], wanted: Choice) -> Iterator[tuple[LayerFacts, Choice]]:
-    return ((layer, choice) for layer, choice in zip(layers, choices, strict=True) if choice is wanted)
+def _of(
+    layers: Sequence[LayerFacts], choices: Sequence[Choice], *wanted: Choice
+) -> Iterator[tuple[LayerFacts, Choice]]:
+    return ((layer, choice) for layer, choice in zip(layers, choices, strict=True) if choice in wanted)
 
 
 def _peak(layers: Sequence[LayerFacts], choices: Sequence[Choice], in_flight: int) -> int:
     """The largest of what the device holds in each layer's backward."""
-    away = max((layer.moved_bytes for layer, _ in _of(layers, choices, Choice.OFFLOAD)), default=0)
+    away = max((layer.rest_bytes for layer, _ in _of(layers, choices, Choice.OFFLOAD)), default=0)
     inputs = max((layer.input_bytes for layer, _ in _of(layers, choices, Choice.RECOMPUTE)), default=0)
     # Other micro-batches in flight hold all that they keep.
-    others = (in_flight - 1) * sum(layer.saved_bytes for layer, _ in _of(layers, choices, Choice.KEEP))
+    others = (in_flight - 1) * sum(layer.kept_bytes(choice) for layer, choice in zip(layers, choices, strict=True))
     kept = peak = 0
     for layer, choice in zip(layers, choices, strict=True):
-        own = 0 if choice is Choice.KEEP else layer.saved_bytes
-        kept += layer.saved_bytes if choice is Choice.KEEP else 0
+        kept += layer.kept_bytes(choice)
+        own = layer.saved_bytes - layer.kept_bytes(choice)
         # One layer's tensors are on their way back while those of another are in use.
         peak = max(peak, layer.before_backward_bytes + others + kept + own + max(away, inputs))
     return peak

@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import deque
 from typing import Any
 
 import torch
 
+from offstage.activation_rates import measure_link, measure_remaking
 from offstage.config import ActivationConfig
 from offstage.errors import OffstageError
-from offstage.host_pool import HostPool, measure_link
+from offstage.host_pool import HostPool
 from offstage.lanes import Lanes, lanes_for
 
 
@@ -23,16 +25,18 @@ class Side:
         self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
         self.here_bytes = 0
         """Of saved tensors that are on the device."""
-        self._link: float | None = None
         self._dead: deque[Any] = deque()
         self.refuse_capture()
 
-    @property
+    @functools.cached_property
     def link_gb_per_s(self) -> float:
         """What the link carries each way, with both directions busy. Measured the first time."""
-        if self._link is None:
-            self._link = measure_link(self.lanes)
-        return self._link
+        return measure_link(self.lanes)
+
+    @functools.cached_property
+    def remaking_gb_per_s(self) -> float:
+        """How fast the device makes saved tensors again. Measured the first time."""
+        return measure_remaking(self.lanes)
 
     def refuse_capture(self) -> None:
         if self.lanes.capturing():

@@ -58,8 +58,8 @@ class Traffic:
     def layer_is_over(self, visit: int) -> None:
         """Layer number `visit` has run."""
         self._of_layer = 0
-        # What follows the last layer (a head, a loss) may need more memory than any layer: nothing stays for that long.
-        self._let_go(visit, everything=visit == self._last)
+        # What follows the last layer (a head, a loss) may need more memory than any: where all leave, all are gone.
+        self._let_go(visit, everything=visit == self._last and not self._are_spread)
 
     def _let_go(self, visit: int, *, everything: bool = False) -> None:
         while self._leaving:

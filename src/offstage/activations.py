@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -84,10 +85,10 @@ def _is_offloaded(module: nn.Module) -> bool:
 class Visit:
     """One call of a layer in one forward."""
 
-    def __init__(self, number: int, layer: int, choice: Choice, inputs: frozenset[int]) -> None:
+    def __init__(self, number: int, layer: int, choice: Choice, inputs: dict[int, StorageWeakRef]) -> None:
         self.number, self.layer, self.choice = number, layer, choice
         self.inputs = inputs
-        """Storages of its arguments."""
+        """Storages of its arguments. As long as there is a reference to one its address is not used for another."""
 
 
 class _Pass:
@@ -138,7 +139,7 @@ class ActivationOffload:
         self._num_passes = 0
         self._last_pass: _Pass | None = None
         self._handles: list[Any] = []
-        self._learner = Learner(model, self._layers, config, self._link_gb_per_s) if config.layers == "auto" else None
+        self._learner = Learner(model, self._layers, config, self._any_side) if config.layers == "auto" else None
         self._weights = self._move_weights() if config.weights else None
         self._bind(model)
         model._offstage_activations = Kept(self)  # type: ignore[assignment]
@@ -350,7 +351,7 @@ class ActivationOffload:
     def _remade(self, started: _Pass, tensor: torch.Tensor) -> RemadeStorage | None:
         """What need not leave, because it can be made again."""
         visit = started.current
-        if visit is None or visit.choice is not Choice.OFFLOAD or not self.config.fraction:
+        if visit is None or visit.choice not in (Choice.OFFLOAD, Choice.REMAKE) or not self.config.fraction:
             return None
         recipe = recipe_of(tensor)
         if recipe is None:
@@ -372,7 +373,7 @@ class ActivationOffload:
         if self._learner is not None:
             self._learner.saved(visit.layer, storage.nbytes)
         storage.visit = visit
-        if choice is Choice.KEEP:
+        if choice in (Choice.KEEP, Choice.REMAKE):
             return
         started.seen_bytes += storage.nbytes
         # Over the whole forward: a tensor that is larger than a layer's share leaves when enough layers had theirs.
@@ -392,8 +393,8 @@ class ActivationOffload:
     def _any_lanes(self) -> Lanes | None:
         return next((side.lanes for side in self._sides.values()), None)
 
-    def _link_gb_per_s(self) -> float:
-        return next(iter(self._sides.values())).link_gb_per_s
+    def _any_side(self) -> Side:
+        return next(iter(self._sides.values()))
 
     # Backward
 
@@ -452,6 +453,7 @@ def _storages(module: nn.Module) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _ORDINARY}
 
 
-def _inputs(arguments: Any) -> frozenset[int]:
+def _inputs(arguments: Any) -> dict[int, StorageWeakRef]:
     tensors = [leaf for leaf in tree_leaves(arguments) if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
-    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: StorageWeakRef(storage) for storage in storages}  # type: ignore[no-untyped-call]

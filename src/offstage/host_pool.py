@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from offstage.config import format_size
-from offstage.copies import copy_work
 from offstage.errors import HostMemoryError
 from offstage.host_memory import Arena, check_host_memory
-from offstage.lanes import Lane, Lanes
 
 _ALIGN = 256
-_MEASURED_BYTES, _MEASURED_TIMES = 32 * 1024 * 1024, 4
 _SMALLEST_SLAB, _LARGEST_SLAB = 1024 * 1024, 512 * 1024 * 1024
 
 
@@ -104,39 +101,3 @@ class HostPool:
         for slab in self._slabs:
             slab.arena.close()
         self._slabs.clear()
-
-
-def measure_link(lanes: Lanes) -> float:
-    """GB/s each way, with both directions busy: a few copies, for which the host waits."""
-    arena = Arena(2 * _MEASURED_BYTES, torch.uint8, lanes.device, pin=True)
-    down, up = arena.flat.chunk(2)
-    memory = torch.empty(2, _MEASURED_BYTES, dtype=torch.uint8, device=lanes.device)
-    lanes.touch(writes=[memory])
-    ready = lanes.mark()
-
-    def both_ways(times: int) -> None:
-        for _ in range(times):
-            stored = lanes.submit(
-                Lane.STORE,
-                copy_work([(down, memory[0])]),
-                after={"measure: the memory is free": ready},
-                reads=[memory[0]],
-                writes=[down],
-            )
-            fetched = lanes.submit(
-                Lane.FETCH,
-                copy_work([(memory[1], up)]),
-                after={"measure: the memory is free": ready},
-                reads=[up],
-                writes=[memory[1]],
-            )
-        for mark in (stored, fetched):
-            lanes.wait(mark, "measure: the copies are done")
-
-    both_ways(1)  # the first time is slower
-    start = lanes.stamp(Lane.CALLER)
-    both_ways(_MEASURED_TIMES)
-    milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
-    lanes.touch(writes=[memory])
-    arena.close()
-    return _MEASURED_TIMES * _MEASURED_BYTES / milliseconds / 1e6

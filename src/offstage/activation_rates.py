@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plan of activations needs to know of the machine: how fast tensors move, and how fast they are made again.
+
+Each is measured once, in a few milliseconds for which the host waits. Used by `activation_side.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from offstage.copies import copy_work
+from offstage.host_memory import Arena
+from offstage.lanes import Lane, Lanes
+
+_MEASURED_BYTES, _MEASURED_TIMES = 32 * 1024 * 1024, 4
+
+
+def measure_link(lanes: Lanes) -> float:
+    """GB/s each way, with both directions busy: a few copies, for which the host waits."""
+    arena = Arena(2 * _MEASURED_BYTES, torch.uint8, lanes.device, pin=True)
+    down, up = arena.flat.chunk(2)
+    memory = torch.empty(2, _MEASURED_BYTES, dtype=torch.uint8, device=lanes.device)
+    lanes.touch(writes=[memory])
+    ready = lanes.mark()
+
+    def both_ways(times: int) -> None:
+        for _ in range(times):
+            stored = lanes.submit(
+                Lane.STORE,
+                copy_work([(down, memory[0])]),
+                after={"measure: the memory is free": ready},
+                reads=[memory[0]],
+                writes=[down],
+            )
+            fetched = lanes.submit(
+                Lane.FETCH,
+                copy_work([(memory[1], up)]),
+                after={"measure: the memory is free": ready},
+                reads=[up],
+                writes=[memory[1]],
+            )
+        for mark in (stored, fetched):
+            lanes.wait(mark, "measure: the copies are done")
+
+    both_ways(1)  # the first time is slower
+    start = lanes.stamp(Lane.CALLER)
+    both_ways(_MEASURED_TIMES)
+    milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
+    lanes.touch(writes=[memory])
+    arena.close()
+    return _MEASURED_TIMES * _MEASURED_BYTES / milliseconds / 1e6
+
+
+def measure_remaking(lanes: Lanes) -> float:
+    """GB/s of saved tensors that `remade_storage.py` makes again: those of a gated layer, the most common ones."""
+    nbytes = _MEASURED_BYTES if lanes.device.type != "cpu" else _MEASURED_BYTES // 32
+    gate, up = torch.zeros(2, nbytes // 2, dtype=torch.bfloat16, device=lanes.device)
+
+    def again(times: int) -> None:
+        for _ in range(times):
+            F.silu(gate).mul(up)  # the product, for the linear layer behind it
+            F.silu(gate)  # for the product's own backward
+
+    again(1)  # the first time is slower
+    start = lanes.stamp(Lane.CALLER)
+    again(_MEASURED_TIMES)
+    milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
+    return _MEASURED_TIMES * 2 * nbytes / milliseconds / 1e6
