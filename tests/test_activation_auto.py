@@ -367,6 +367,42 @@ def test_iterations_of_all_sorts(seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_micro_batches_in_flight_are_planned_for(seed):
+    """As in a pipeline: the plan counts what each of them keeps, before it has seen a peak of its own."""
+
+    def loop(model, looking=None):
+        waiting, most = [], []
+        for number in range(16):
+            waiting.append(model(batch(number)))
+            if len(waiting) == 3:
+                waiting.pop(0).backward()
+            if looking is not None:
+                planned = looking.handle.plan is not None
+                most += [looking.most] if planned else []
+                looking.most = 0
+        for loss in waiting:
+            loss.backward()
+        return [param.grad for param in model.parameters()], most
+
+    torch.manual_seed(0)
+    expected, _ = loop(transformer())
+    alone = needs()
+    with on_lanes(seed):
+        torch.manual_seed(0)
+        model = transformer()
+        handle = offload_activations(model, min_bytes=0, layers="auto", device_peak=int(1.1 * alone))
+        found, most = loop(model, Looking(model, handle))
+        assert_same(found, expected)
+        assert handle._learner.in_flight == 3
+        assert handle.plan.count(Choice.KEEP) < LAYERS
+        assert most
+        assert max(most) <= 1.1 * alone
+        _, handle, _ = run(int(1.1 * alone))
+        assert handle._learner.in_flight == 1
+        assert handle.plan.count(Choice.KEEP) == LAYERS
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_layer_that_is_skipped_at_first(seed):
     """A plan is made when all layers have been seen; until then it goes on measuring."""
 

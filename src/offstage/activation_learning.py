@@ -94,8 +94,9 @@ class Learner:
 
     # Cues
 
-    def begin_pass(self, lanes: Lanes | None) -> None:
-        """A forward begins: plan, if enough is known."""
+    def begin_pass(self, lanes: Lanes | None, in_flight: int) -> None:
+        """A forward begins: plan, if enough is known. `in_flight`: those that wait for their backward, and this one."""
+        self.in_flight = max(self.in_flight, in_flight)
         if self._stays or lanes is None:
             self.passes += not self._stays
             return
@@ -143,8 +144,8 @@ class Learner:
     # Planning
 
     def _make_plan(self, lanes: Lanes) -> None:
-        if any(self._of(number).stop is None for number in range(len(self.layers))):
-            return  # not every layer ran: look at the next pass
+        if not self._most_bytes or any(self._of(number).stop is None for number in range(len(self.layers))):
+            return  # no backward since, or not every layer ran: look at the next pass
         self._facts = self._collect(lanes)
         self._plan_anew()
 

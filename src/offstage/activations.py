@@ -82,11 +82,17 @@ def _is_offloaded(module: nn.Module) -> bool:
     return kept is not None and kept.offload is not None
 
 
+class Flight:
+    """Lives as long as anything that one forward has saved."""
+
+
 class Visit:
     """One call of a layer in one forward."""
 
-    def __init__(self, number: int, layer: int, choice: Choice, inputs: dict[int, StorageWeakRef]) -> None:
-        self.number, self.layer, self.choice = number, layer, choice
+    def __init__(
+        self, flight: Flight, number: int, layer: int, choice: Choice, inputs: dict[int, StorageWeakRef]
+    ) -> None:
+        self.flight, self.number, self.layer, self.choice = flight, number, layer, choice
         self.inputs = inputs
         """Storages of its arguments. As long as there is a reference to one its address is not used for another."""
 
@@ -96,6 +102,7 @@ class _Pass:
 
     def __init__(self, choices: Sequence[Choice], traffic: Traffic) -> None:
         self.choices, self.traffic = choices, traffic
+        self.flight = Flight()
         self.frame = next(
             (frame for frame in _frames() if frame.f_code.co_filename == nn.modules.module.__file__), None
         )
@@ -131,11 +138,13 @@ class ActivationOffload:
         self._choices = choices_of(self._layers, config)
         self._sides: dict[torch.device, Side] = {}
         self._reached: Visit | None = None
-        """Where backward is."""
+        """Where backward is, until the next forward."""
         self._largest = 0
         """Bytes that one layer has sent away, at most."""
         self._running = threading.local()
         """Forwards under way in each thread: a model may call itself."""
+        self._in_flight: weakref.WeakSet[Flight] = weakref.WeakSet()
+        """Forwards whose backward is still to come; counted for the plan."""
         self._num_passes = 0
         self._last_pass: _Pass | None = None
         self._handles: list[Any] = []
@@ -234,8 +243,10 @@ class ActivationOffload:
         for side in self._sides.values():
             side.bury()
             side.refuse_capture()
+        self._reached = None
         if self._learner is not None:
-            self._learner.begin_pass(self._any_lanes())
+            self._in_flight.add(started.flight)
+            self._learner.begin_pass(self._any_lanes(), len(self._in_flight))
             self._choices = self._learner.choices()
             started.choices, started.traffic = self._choices, self._traffic()
         model = self._model()
@@ -263,7 +274,8 @@ class ActivationOffload:
             hooks.__exit__(None, None, None)
             started.unclaimed.clear()
             started.storages.clear()
-            started.current = None
+            started.current = started.previous = None
+            del started.flight
             self._last_pass = started
         if self._weights is not None:
             self._weights.end()
@@ -300,7 +312,7 @@ class ActivationOffload:
         started.weights |= _storages(module)  # FSDP2 has gathered them just now
         # By the order of calls: a layer that is called several times is several.
         number = started.visits % len(self._layers)
-        visit = Visit(started.visits, number, started.choices[number], _inputs(arguments))
+        visit = Visit(started.flight, started.visits, number, started.choices[number], _inputs(arguments))
         started.visits += 1
         started.current = visit
         unclaimed, started.unclaimed = started.unclaimed, {}
