@@ -29,7 +29,7 @@ def passed(monkeypatch, **config):
 
     model.last.register_forward_pre_hook(lambda *_: at_head.append(next(iter(handle._sides.values())).here_bytes))
     monkeypatch.setattr(SavedStorage, "bytes_for_backward", asked)
-    for _ in range(2):
+    for _ in range(3):
         in_backward.clear()
         model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
     return at_head, max(in_backward)
@@ -40,9 +40,9 @@ def test_nothing_is_left_behind_the_last_layer(seed, monkeypatch):
     """A head and a loss may need more memory than any layer."""
     with on_lanes(seed):
         at_head, _ = passed(monkeypatch, keep_last=0)
-        assert at_head == [INPUT, INPUT]
+        assert at_head == [INPUT] * 3
         at_head, _ = passed(monkeypatch)  # the last layer stays, and what it makes of what it saves as well
-        assert at_head == [INPUT + INPUT + GATE_UP + GATE_UP // 2 + GATE_UP // 2] * 2
+        assert at_head == [INPUT + INPUT + GATE_UP + GATE_UP // 2 + GATE_UP // 2] * 3
 
 
 def test_only_named_layers_leave():
@@ -59,11 +59,11 @@ def test_only_named_layers_leave():
     torch.manual_seed(0)
     model = Stack(Normed, 9).bfloat16()
     handle = offload_activations(model, min_bytes=0, layers=[model.layers[number] for number in (0, 3, 6)])
-    left = set()
+    left = []
     for _ in range(8):
         model(torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16)).backward()
-        left.add(handle.receipt().bytes_left)
-    assert len(left) == 1
+        left.append(handle.receipt().bytes_left)
+    assert len(set(left[1:])) == 1  # in the first forward everything leaves, and is made again to see whether it can be
 
 
 @pytest.mark.parametrize("seed", SEEDS)

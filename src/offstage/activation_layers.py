@@ -52,3 +52,8 @@ def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[C
         )
     away = spread(min(count, movable), movable)
     return tuple(Choice.OFFLOAD if number in away else Choice.KEEP for number in range(len(layers)))
+
+
+def kind_of(layer: nn.Module) -> tuple[type[nn.Module], int]:
+    """Layers of one kind save as much as each other, and do the same with it."""
+    return type(layer), sum(param.numel() for param in layer.parameters())

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from offstage.activation_layers import kind_of
 from offstage.activation_plan import ActivationPlan, Choice, LayerFacts, choose
 from offstage.config import ActivationConfig, format_size
 from offstage.lanes import Lane, Lanes
@@ -82,7 +83,7 @@ class Learner:
         kinds: set[object] = set()
         found = []
         for number, layer in enumerate(self.layers):
-            kind = _kind(layer)
+            kind = kind_of(layer)
             if number >= len(self.layers) - self.config.keep_last:
                 found.append(Choice.KEEP)
             elif kind not in kinds or not can_recompute(layer):
@@ -156,7 +157,7 @@ class Learner:
         inputs: dict[object, int] = {}
         extra: dict[object, int] = {}
         for number, (layer, choice) in enumerate(zip(self.layers, choices, strict=True)):
-            measured, kind = self._of(number), _kind(layer)
+            measured, kind = self._of(number), kind_of(layer)
             if choice is Choice.RECOMPUTE:
                 inputs.setdefault(kind, measured.saved_bytes)
             else:
@@ -166,7 +167,7 @@ class Learner:
         facts = []
         base = 0
         for number, layer in reversed(list(enumerate(self.layers))):
-            measured, kind = self._of(number), _kind(layer)
+            measured, kind = self._of(number), kind_of(layer)
             base = measured.first_bytes if measured.first_bytes is not None else base
             facts.append(
                 LayerFacts(
@@ -231,11 +232,6 @@ def can_recompute(layer: nn.Module) -> bool:
     """Whether a second forward changes nothing: running statistics would count every batch twice."""
     norms = [module for module in layer.modules() if isinstance(module, _NormBase)]
     return not any(norm.track_running_stats for norm in norms)
-
-
-def _kind(layer: nn.Module) -> object:
-    """Layers of one kind save as much as each other."""
-    return type(layer), sum(param.numel() for param in layer.parameters())
 
 
 def _known_bytes(model: nn.Module) -> int:

@@ -24,15 +24,17 @@ class Traffic:
     """Of one forward and its backward."""
 
     def __init__(self, choices: Sequence[Choice], prefetch: int, largest: int, num_layers: int) -> None:
-        """`num_layers`: of the model, where `choices` may be of some that were named."""
+        """`largest`: bytes that one layer sent away in the forward before. `num_layers`: of the model, where `choices`
+        may be of some that were named."""
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
         self._are_spread = num_layers > offloaded + prefetch > prefetch
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._last = len(choices) - 1
         self._prefetch = prefetch
-        self.largest = largest
+        self.largest = 0
         """Bytes that one layer has sent away, at most."""
+        self._expected = largest
         self._of_layer = 0
         self._leaving: deque[tuple[weakref.ref[SavedStorage], int, int]] = deque()
         self._leaving_bytes = 0
@@ -41,7 +43,8 @@ class Traffic:
     @property
     def _room(self) -> int:
         """Bytes that may be on their way beside the storage in question."""
-        return self._prefetch * (self.largest if self._are_spread else min(self.largest, _KEEPS_THE_LINK_BUSY))
+        largest = max(self.largest, self._expected)
+        return self._prefetch * (largest if self._are_spread else min(largest, _KEEPS_THE_LINK_BUSY))
 
     # Forward
 

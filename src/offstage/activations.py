@@ -19,7 +19,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from offstage.activation_hooks import Hook, Kept
-from offstage.activation_layers import choices_of, layers_of, num_layers_of
+from offstage.activation_layers import choices_of, kind_of, layers_of, num_layers_of
 from offstage.activation_learning import Learner
 from offstage.activation_plan import ActivationPlan, Choice
 from offstage.activation_receipt import ActivationReceipt
@@ -41,7 +41,7 @@ from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.host_weight import SavedWeight
 from offstage.host_weights import HostWeights
 from offstage.lanes import Lanes
-from offstage.remade_storage import RemadeStorage, recipe_of
+from offstage.remade_storage import Proofs, RemadeStorage, Trial, recipe_of
 from offstage.saved_storage import Saved, SavedStorage, Stayed
 from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
@@ -94,7 +94,9 @@ class Visit:
     ) -> None:
         self.flight, self.number, self.layer, self.choice = flight, number, layer, choice
         self.inputs = inputs
-        """Storages of its arguments. As long as there is a reference to one its address is not used for another."""
+        """Storages of its arguments."""
+        self.recipes = 0
+        """Results so far that could be made again."""
 
 
 class _Pass:
@@ -118,7 +120,7 @@ class _Pass:
         self.unclaimed: dict[int, SavedStorage] = {}
         """Saved since the last layer."""
         self.storages: dict[int, SavedStorage | RemadeStorage] = {}
-        self.weights: set[int] = set()
+        self.weights: dict[int, StorageWeakRef] = {}
 
 
 class ActivationOffload:
@@ -132,15 +134,18 @@ class ActivationOffload:
         self.bytes_returned = 0
         self.bytes_stayed = 0
         """Saved by chosen layers and not worth moving, or not movable."""
+        self.bytes_remade = 0
         self._model = weakref.ref(model)
         self._layers = layers_of(model, config.layers)
         self._num_layers = num_layers_of(model, self._layers)
         self._choices = choices_of(self._layers, config)
+        self._kinds = [kind_of(layer) for layer in self._layers]
+        self._proofs = Proofs()
         self._sides: dict[torch.device, Side] = {}
         self._reached: Visit | None = None
         """Where backward is, until the next forward."""
         self._largest = 0
-        """Bytes that one layer has sent away, at most."""
+        """Bytes that one layer has sent away in the last forward, at most."""
         self._running = threading.local()
         """Forwards under way in each thread: a model may call itself."""
         self._in_flight: weakref.WeakSet[Flight] = weakref.WeakSet()
@@ -240,6 +245,7 @@ class ActivationOffload:
         if not torch.is_grad_enabled() or is_recomputed(self):
             return
         self._check_working()
+        self._proofs.look()
         for side in self._sides.values():
             side.bury()
             side.refuse_capture()
@@ -274,6 +280,7 @@ class ActivationOffload:
             hooks.__exit__(None, None, None)
             started.unclaimed.clear()
             started.storages.clear()
+            self._largest = started.traffic.largest
             started.current = started.previous = None
             del started.flight
             self._last_pass = started
@@ -284,10 +291,10 @@ class ActivationOffload:
         """Enabled and idle is an error: nobody should find out after a week."""
         wanted = any(choice is not Choice.KEEP for choice in self._choices) and self.config.fraction > 0
         wanted = wanted and self.config.activations
-        if self._num_passes != _IDLE_PASSES or self.bytes_left or not wanted or self._learner is not None:
-            return
+        is_idle = self._num_passes == _IDLE_PASSES and not self.bytes_left and not self.bytes_remade
         last = self._last_pass
-        assert last is not None
+        if not is_idle or not wanted or self._learner is not None or last is None:
+            return
         why = (
             f"what they save is smaller than min_bytes={format_size(int(self.config.min_bytes))}. Lower min_bytes"
             if last.visits
@@ -336,7 +343,6 @@ class ActivationOffload:
             self._learner.leave(visit.layer, self._any_lanes())
         if visit is not None:
             started.traffic.layer_is_over(visit.number)
-            self._largest = max(self._largest, started.traffic.largest)
 
     def _pack(self, started: _Pass, tensor: torch.Tensor) -> Any:
         """Called by autograd for every tensor that it saves; what is returned is kept in its place."""
@@ -349,8 +355,7 @@ class ActivationOffload:
         handle = tensor.untyped_storage()._cdata
         storage = started.storages.get(handle)
         if storage is None or not storage.holds(tensor):
-            storage = self._remade(started, tensor) or SavedStorage(self._side(tensor.device), tensor)
-            started.storages[handle] = storage
+            storage = started.storages[handle] = self._storage(started, tensor)
         saved = storage.saved(tensor)
         if isinstance(storage, SavedStorage) and not storage.is_claimed and storage.is_worth_it:
             storage.is_claimed = True
@@ -360,24 +365,36 @@ class ActivationOffload:
                 started.unclaimed[handle] = storage
         return saved
 
-    def _remade(self, started: _Pass, tensor: torch.Tensor) -> RemadeStorage | None:
-        """What need not leave, because it can be made again."""
-        visit = started.current
+    def _storage(self, started: _Pass, tensor: torch.Tensor) -> SavedStorage | RemadeStorage:
+        """For a storage that is saved for the first time: one that leaves or stays, or one that is made again."""
+        visit, side = started.current, self._side(tensor.device)
         if visit is None or visit.choice not in (Choice.OFFLOAD, Choice.REMAKE) or not self.config.fraction:
-            return None
+            return SavedStorage(side, tensor)
         recipe = recipe_of(tensor)
         if recipe is None:
-            return None
-        storage = RemadeStorage(self._side(tensor.device), tensor, visit, recipe, self._unpack)
-        started.remade_bytes += storage.nbytes
-        if self._learner is not None:
-            self._learner.saved(visit.layer, storage.nbytes, is_remade=True)
+            return SavedStorage(side, tensor)
+        visit.recipes += 1
+        key = (*self._kinds[visit.layer], tensor.device, visit.recipes, recipe.name)
+        is_same = self._proofs.verdict(key)
+        if is_same:
+            remade = RemadeStorage(side, tensor, visit, recipe, self._unpack)
+            started.remade_bytes += remade.nbytes
+            self.bytes_remade += remade.nbytes
+            if self._learner is not None:
+                self._learner.saved(visit.layer, remade.nbytes, is_remade=True)
+            return remade
+        storage = SavedStorage(side, tensor)
+        storage.trial = Trial(key, recipe) if is_same is None else None
         return storage
 
     def _movable(self, started: _Pass, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
             return False  # a parameter, a DTensor, something sparse
+        if tensor.is_conj() or tensor.is_neg():
+            return False  # its numbers are not those in memory
         storage = tensor.untyped_storage()
+        if not tensor._is_view() and tensor.nbytes < storage.nbytes():
+            return False  # a part whose versions are counted apart, as by unsafe_chunk(): the others may still change
         return storage.nbytes() >= int(self.config.min_bytes) and storage._cdata not in started.weights
 
     def _claim(self, started: _Pass, visit: Visit, storage: SavedStorage, choice: Choice) -> None:
@@ -423,7 +440,11 @@ class ActivationOffload:
         if self._learner is not None:
             layer = None if storage.visit is None else storage.visit.layer
             self._learner.in_backward(layer, side.lanes, side.here_bytes)
-        return kept.tensor()
+        found = kept.tensor()
+        if isinstance(storage, SavedStorage) and storage.trial is not None:
+            trial, storage.trial = storage.trial, None
+            self._proofs.compare(trial.key, trial.recipe.make(self._unpack), found)
+        return found
 
 
 class _Recomputing:
@@ -460,12 +481,17 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _storages(module: nn.Module) -> set[int]:
+def _storages(module: nn.Module) -> dict[int, StorageWeakRef]:
+    """As long as there is a reference to one its address is not used for another."""
     tensors = [*module.parameters(), *module.buffers()]
-    return {tensor.untyped_storage()._cdata for tensor in tensors if type(tensor) in _ORDINARY}
+    return _references(tensor for tensor in tensors if type(tensor) in _ORDINARY)
 
 
 def _inputs(arguments: Any) -> dict[int, StorageWeakRef]:
-    tensors = [leaf for leaf in tree_leaves(arguments) if type(leaf) is torch.Tensor and leaf.layout == torch.strided]
+    leaves = tree_leaves(arguments)
+    return _references(leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided)
+
+
+def _references(tensors: Iterable[torch.Tensor]) -> dict[int, StorageWeakRef]:
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage._cdata: StorageWeakRef(storage) for storage in storages}  # type: ignore[no-untyped-call]

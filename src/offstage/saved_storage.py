@@ -29,17 +29,22 @@ if TYPE_CHECKING:
     from offstage.activation_side import Side
     from offstage.activation_traffic import Traffic
     from offstage.activations import Visit
-    from offstage.remade_storage import RemadeStorage
+    from offstage.remade_storage import RemadeStorage, Trial
 
 
 class SavedStorage:
     """One storage, on the device or on the host. Lives as long as autograd keeps a tensor of it."""
+
+    depth = 0
+    """Nothing has to be made for it."""
 
     def __init__(self, side: Side, tensor: torch.Tensor) -> None:
         self.visit: Visit | None = None
         """Which layer's it is."""
         self.traffic: Traffic | None = None
         """If it has left."""
+        self.trial: Trial | None = None
+        """How it might be made instead."""
         self.place = 0
         """Its number among those that have left."""
         self.nbytes = tensor.untyped_storage().nbytes()

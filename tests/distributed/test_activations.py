@@ -134,11 +134,42 @@ def test_stages_that_take_turns(ranks):
 # Data parallel
 
 
-class Model(nn.Module):
+class Reduced(torch.autograd.Function):
+    """Sums over ranks in place, of which autograd does not know."""
+
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Gated(nn.Module):
+    """Results that can be made again, one that is written to by a collective, and one with a parameter in it.
+
+    The last is saved by the next layer, when FSDP2 has given this layer's parameters up.
+    """
+
     def __init__(self):
         super().__init__()
+        self.gate_up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.score = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        y = self.down(nn.functional.silu(gate) * up)
+        return (x + self.score(Reduced.apply(y * self.score(x).sigmoid()))) * self.scale
+
+
+class Model(nn.Module):
+    def __init__(self, block=Block):
+        super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(block() for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens):
@@ -162,10 +193,10 @@ WRAPPED = {
 }
 
 
-def run_wrapped(wrap, config, first, offload=None):
+def run_wrapped(wrap, config, first, offload=None, block=Block):
     """Gradients after each of some iterations of two micro-batches, each rank with its own data."""
     torch.manual_seed(0)
-    model = Model()
+    model = Model(block)
     handle = None
     if config is not None and first == "activations":
         handle = offload_activations(model, min_bytes=0, **config)
@@ -190,13 +221,14 @@ def run_wrapped(wrap, config, first, offload=None):
     return found, handle
 
 
-def compare_wrapped(wrap, config, first, offload=None, seeds=(None, 0)):
-    expected, _ = run_wrapped(wrap, None, first, offload)
+def compare_wrapped(wrap, config, first, offload=None, seeds=(None, 0), block=Block):
+    expected, _ = run_wrapped(wrap, None, first, offload, block)
     answers = {}
     for seed in seeds:
         with on_lanes(seed):
-            found, handle = run_wrapped(wrap, config, first, offload)
+            found, handle = run_wrapped(wrap, config, first, offload, block)
         assert handle.bytes_returned > 0
+        assert bool(handle.bytes_remade) is (block is Gated)
         answers[seed] = differences(found, expected)
     return answers
 
@@ -206,6 +238,13 @@ def compare_wrapped(wrap, config, first, offload=None, seeds=(None, 0)):
 def test_data_parallel(ranks, wrap, first):
     """Weights that FSDP2 gathers for a layer stay what they are: its own tensors, gone and back in backward."""
     for answers in ranks.run(2, compare_wrapped, wrap, {}, first):
+        assert answers == {None: [], 0: []}
+
+
+@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
+def test_what_is_made_again(ranks, wrap):
+    """Only what gives the same bits: not what a collective has written to, nor what needs a layer's own parameter."""
+    for answers in ranks.run(2, compare_wrapped, wrap, {"keep_last": 0}, "wrapper", None, (None, 0), Gated):
         assert answers == {None: [], 0: []}
 
 
