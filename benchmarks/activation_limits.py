@@ -17,19 +17,26 @@ from benchmarks.activation_loop import (
     SMALL_TENSORS,
     Bench,
     Loop,
-    Row,
+    Mixed,
     against,
-    allocated_bytes,
-    at_least,
-    build,
     clean_up,
     moved,
     share,
 )
-from benchmarks.checkpoints import DEVICE, SMALL_CHUNKS, at_most, peak_bytes, reset_peak, synchronize, tokens
+from benchmarks.anywhere import (
+    DEVICE,
+    Row,
+    allocated_bytes,
+    at_least,
+    at_most,
+    peak_bytes,
+    reset_peak,
+    synchronize,
+)
+from benchmarks.checkpoints import SMALL_CHUNKS
 from benchmarks.common import rss_bytes
 from benchmarks.overlap import IN_BACKWARD, OVERLAP_FORWARD, RECEIPT_FIELDS, gib, rounded
-from benchmarks.workload import Size, adamw
+from benchmarks.workload import Size, adamw, build, tokens
 from offstage.activations import offload_activations
 
 DEVICE_LIMIT = 24 * 2**30
@@ -51,7 +58,7 @@ def offloaded_training(bench: Bench, config: Mapping[str, Any]) -> Loop:
     """The workload with every block checkpointed, under `offload()`."""
     if not bench.is_full:
         config = {**config, **SMALL_CHUNKS, **SMALL_TENSORS, **({"window": "256KiB"} if "window" in config else {})}
-    model = build(bench.size)
+    model = build(bench.size, kind=Mixed)
     model.recomputed = frozenset(range(bench.size.blocks))
     return Loop(model, offstage.offload(adamw(model), model, **config))
 
@@ -271,7 +278,7 @@ def varying_lengths(bench: Bench) -> Row:
     size, total = (THOUSAND, 1000) if bench.is_full else (bench.size, 60)
     looks = (total // 10, total // 2, total)
     start_bytes = clean_up()
-    loop = Loop(build(size))
+    loop = Loop(build(size, kind=Mixed))
     batch = tokens(size, 2, 0)
     lengths = random.Random(0)
     held = []

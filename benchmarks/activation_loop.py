@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from benchmarks.checkpoints import DEVICE, peak_bytes, reset_peak, synchronize, tokens
+from benchmarks.anywhere import DEVICE, Row, allocated_bytes, now, peak_bytes, reset_peak, synchronize
 from benchmarks.common import rss_bytes
 from benchmarks.overlap import BATCH, gib, rounded
-from benchmarks.workload import GPT, Size
+from benchmarks.workload import GPT, Size, build, tokens
 from offstage.activations import ActivationOffload, offload_activations
 
 SIZES = {
@@ -30,8 +30,6 @@ SIZES = {
 }
 SMALL_TENSORS = {"min_bytes": "1KiB"}
 WARM_UP = 2
-
-Row = dict[str, Any]
 
 
 # The workload
@@ -53,22 +51,6 @@ class Mixed(GPT):
             for part, target in zip(x.chunk(8), targets.chunk(8), strict=True)
         ]
         return torch.stack(losses).sum() / len(targets)
-
-
-def build(size: Size) -> Mixed:
-    """In bf16, made where it is."""
-    torch.manual_seed(0)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with DEVICE:
-            model = Mixed(size)
-    finally:
-        torch.set_default_dtype(previous)
-    for param in model.parameters():
-        if param.dim() > 1:
-            nn.init.normal_(param, std=0.02)
-    return model
 
 
 class Loop:
@@ -114,28 +96,6 @@ def _descend(param: torch.Tensor) -> None:
     param.grad = None
 
 
-class HostTime:
-    """Stands in for an event where there is no device."""
-
-    def __init__(self) -> None:
-        self._s = time.perf_counter()
-
-    def elapsed_time(self, later: HostTime) -> float:
-        return 1e3 * (later._s - self._s)
-
-
-def now() -> Any:
-    if DEVICE.type == "cpu":
-        return HostTime()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def allocated_bytes() -> int:
-    return torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
-
-
 def clean_up() -> int:
     """Free what nobody holds; the bytes that are still allocated, which would blur the peak."""
     gc.collect()  # hooks tie models and optimizers into cycles
@@ -174,7 +134,7 @@ class Bench:
     @property
     def loop(self) -> Loop:
         if self._loop is None:
-            self._loop = Loop(build(self.size))
+            self._loop = Loop(build(self.size, kind=Mixed))
         return self._loop
 
     def drop_model(self) -> None:
@@ -303,11 +263,3 @@ def against(row: Row | None, *bases: Row | None) -> Row:
 
 def share(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
-
-
-def at_least(limit: float, found: float | None) -> Row:
-    return {"at_least": limit, "found": found, "met": found is not None and found >= limit}
-
-
-def is_met(row: Row) -> bool:
-    return all(one["met"] for one in row.get("must", {}).values())

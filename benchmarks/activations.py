@@ -32,8 +32,8 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from benchmarks.activation_limits import longest_sequence, thousand, with_state
-from benchmarks.activation_loop import SIZES, WARM_UP, Bench, Row, against, at_least, is_met
-from benchmarks.checkpoints import DEVICE, at_most
+from benchmarks.activation_loop import SIZES, WARM_UP, Bench, against
+from benchmarks.anywhere import DEVICE, Row, at_least, at_most, is_met, options_of
 from benchmarks.common import write_row
 from benchmarks.overlap import gib
 
@@ -240,20 +240,13 @@ def summary(row: Mapping[str, Any]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Activations that wait on the host, against those that stay.")
-    parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(CASES)}")
     parser.add_argument("--iterations", type=int, help="measured after the warm-up; long cases take fewer")
-    parser.add_argument("--size", choices=SIZES, default="full")
-    options = parser.parse_args()
-    unknown = [name for name in options.case if name not in CASES]
-    if unknown:
-        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
-    return options
+    return options_of(parser, CASES, SIZES)
 
 
 def main() -> None:
     options = arguments()
     if DEVICE.type == "cpu":
-        torch.backends.mkldnn.enabled = False  # some virtual machines report matrix units that they do not allow
         torch.set_num_threads(1)
     bench = Bench(options.size, options.iterations or (6 if options.size == "full" else 2))
     rows: list[Row] = []

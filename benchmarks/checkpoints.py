@@ -39,7 +39,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -49,9 +48,10 @@ from torch.distributed.checkpoint.state_dict import (
 
 import offstage
 import offstage.checkpoint
+from benchmarks.anywhere import Row, at_most, options_of, peak_bytes, reset_peak, synchronize
 from benchmarks.common import write_row
 from benchmarks.overlap import BATCH, MAX_NORM, gib
-from benchmarks.workload import GPT, Size, adamw
+from benchmarks.workload import Size, adamw, build, tokens
 
 SIZES = {
     "full": Size(),
@@ -71,50 +71,6 @@ BESIDE = 20
 """Iterations that training goes on for at least, whether the save is over or not."""
 TOO_LONG_S = 400.0
 SCRATCH = "OFFSTAGE_SCRATCH"
-
-Row = dict[str, Any]
-
-
-# The device, which may be the CPU: everything but its memory can be tried there
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def synchronize() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def reset_peak() -> None:
-    if DEVICE.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def peak_bytes() -> int:
-    """Most device bytes since `reset_peak`; 0 without a device."""
-    return torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else 0
-
-
-def build(size: Size) -> GPT:
-    """The workload's model in bf16, made where it is."""
-    torch.manual_seed(0)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with DEVICE:
-            model = GPT(size)
-    finally:
-        torch.set_default_dtype(previous)
-    for param in model.parameters():
-        if param.dim() > 1:
-            nn.init.normal_(param, std=0.02)
-    return model
-
-
-def tokens(size: Size, batch: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return torch.randint(size.vocabulary, (batch, size.sequence), generator=generator, device=DEVICE)
-
 
 # The disk
 
@@ -477,10 +433,6 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def at_most(limit: float, found: float) -> Row:
-    return {"at_most": limit, "found": found, "met": found <= limit}
-
-
 def _wait_for(save: offstage.checkpoint.AsyncSave, ends: list[float]) -> None:
     """Note when `save` is over. `result()` waits for copies too, which only the thread that trains may do."""
     while not save.done() and time.perf_counter() < ends[0]:
@@ -508,20 +460,12 @@ CASES: dict[str, tuple[Callable[[Bench], Row], tuple[str, ...]]] = {
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Checkpoints of 30 GiB of state, against the disk's own rates.")
-    parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(CASES)}")
-    parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--disk-gib", type=float, help="how much is written and read to measure the disk itself")
-    options = parser.parse_args()
-    unknown = [name for name in options.case if name not in CASES]
-    if unknown:
-        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
-    return options
+    return options_of(parser, CASES, SIZES)
 
 
 def main() -> None:
     options = arguments()
-    if DEVICE.type == "cpu":
-        torch.backends.mkldnn.enabled = False  # some virtual machines report matrix units that they do not allow
     wanted = set(options.case or CASES)
     wanted |= {needed for name in wanted for needed in CASES[name][1]}
     begin = time.perf_counter()

@@ -37,21 +37,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import offstage
-from benchmarks.checkpoints import (
-    DEVICE,
-    SIZES,
-    SMALL_CHUNKS,
-    at_most,
-    build,
-    peak_bytes,
-    reset_peak,
-    synchronize,
-    tokens,
-)
+from benchmarks.anywhere import DEVICE, Row, at_most, now, options_of, peak_bytes, reset_peak, synchronize
+from benchmarks.checkpoints import SIZES, SMALL_CHUNKS
 from benchmarks.common import write_row
 from benchmarks.overlap import BATCH, IN_STEP, MAX_NORM, RECEIPT_FIELDS, gib, rounded, times
 from benchmarks.trace import LANE_OF, SMALL_KERNELS, Event, Span, exported
-from benchmarks.workload import GPT, adamw
+from benchmarks.workload import GPT, adamw, build, tokens
 
 WARM_UP = 4  # hook counts are learned, and a window opens, in the first iterations
 MAX_RATIO = 1.03
@@ -60,8 +51,6 @@ REDUCES = "FSDP::post_backward_reduce"
 """How FSDP2's own spans around the reduction of gradients begin."""
 
 ACTIVITIES = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE.type == "cuda" else [])]
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,21 +126,14 @@ class Training:
         """Mean and median time of an iteration. The host waits before the first and after the last only."""
         synchronize()
         start = time.perf_counter()
-        ends = [self._end()]
+        ends = [now()]
         for _ in range(iterations):
             self.iterate()
-            ends.append(self._end())
+            ends.append(now())
         synchronize()
         mean = 1e3 * (time.perf_counter() - start) / iterations
         median = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(ends))
         return {"iteration_ms": round(mean, 1), "median_ms": round(median, 1)}
-
-    def _end(self) -> torch.Event | _HostTime:
-        if DEVICE.type == "cpu":
-            return _HostTime()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def fetches(self) -> Row | None:
         """What a profile of one iteration says of the way of state to the device; `None` without a device."""
@@ -160,16 +142,6 @@ class Training:
             self.iterate()
             synchronize()
         return fetches_in(exported(trace)) if DEVICE.type == "cuda" else None
-
-
-class _HostTime:
-    """Stands in for an event where there is no device."""
-
-    def __init__(self) -> None:
-        self._s = time.perf_counter()
-
-    def elapsed_time(self, later: _HostTime) -> float:
-        return 1e3 * (later._s - self._s)
 
 
 # The profile
@@ -317,20 +289,12 @@ def summary(row: Mapping[str, Any]) -> str:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Offloading under FSDP2 on one rank, against the same without it.")
-    parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(SETTINGS)}")
     parser.add_argument("--iterations", type=int, default=8, help=f"measured after {WARM_UP} to warm up")
-    parser.add_argument("--size", choices=SIZES, default="full")
-    options = parser.parse_args()
-    unknown = [name for name in options.case if name not in SETTINGS]
-    if unknown:
-        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(SETTINGS)}")
-    return options
+    return options_of(parser, SETTINGS, SIZES)
 
 
 def main() -> None:
     options = arguments()
-    if DEVICE.type == "cpu":
-        torch.backends.mkldnn.enabled = False  # some virtual machines report matrix units that they do not allow
     begin = time.perf_counter()
     done: dict[tuple[str, bool], Row] = {}
     failed = []

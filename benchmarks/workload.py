@@ -8,11 +8,14 @@ loss computed in 8 checkpointed slices.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from benchmarks.anywhere import DEVICE
 
 
 @dataclass(frozen=True)
@@ -72,14 +75,17 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
 
 
-def build(size: Size, seed: int = 0) -> GPT:
+Kind = TypeVar("Kind", bound=GPT)
+
+
+def build(size: Size, seed: int = 0, kind: type[Kind] = GPT) -> Kind:  # type: ignore[assignment]
     """The model in bf16 on the device, initialised there."""
     torch.manual_seed(seed)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with torch.device("cuda"):
-            model = GPT(size)
+        with DEVICE:
+            model = kind(size)
     finally:
         torch.set_default_dtype(previous)
     for param in model.parameters():
@@ -89,8 +95,8 @@ def build(size: Size, seed: int = 0) -> GPT:
 
 
 def tokens(size: Size, batch: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randint(size.vocabulary, (batch, size.sequence), generator=generator, device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randint(size.vocabulary, (batch, size.sequence), generator=generator, device=DEVICE)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
