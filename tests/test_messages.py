@@ -7,11 +7,14 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import offstage
 from offstage import host_memory
+from offstage.config import format_size, parse_size
 from offstage.errors import HostMemoryError, StepLostError
 
 from .contract.support import (
@@ -670,3 +673,11 @@ def test_state_of_the_given_optimizer_that_does_not_fit(damage):
     inner.state[model[2].weight] = damaged["state"][2]
     with refused(inner, ConfigError, "'2.weight'"):
         offstage.offload(inner, model, **SMALL)
+
+
+@given(st.integers(0, 2**50))
+def test_a_size_to_ask_for_is_enough(size):
+    """Whoever types what a message says does not get the same message again."""
+    asked = parse_size(format_size(size, up=True).replace(" ", ""), "size")
+    assert size <= asked <= 1.1 * size
+    assert format_size(1536) == format_size(1536, up=True) == "1.5 KiB"

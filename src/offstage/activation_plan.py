@@ -98,8 +98,8 @@ def choose(
         raise ConfigError(
             f"device_peak={format_size(device_peak)} is not enough: with {least.count(Choice.RECOMPUTE)} of "
             f"{len(layers)} layers recomputed and {least.count(Choice.OFFLOAD)} offloaded the predicted peak is still "
-            f"{format_size(least.peak_bytes)}. Raise device_peak to that, use a smaller batch or sequence, or offload "
-            "the optimizer's state."
+            f"{format_size(least.peak_bytes, up=True)}. Raise device_peak to that, use a smaller batch or sequence, or "
+            "offload the optimizer's state."
         )
     return best
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,14 +42,18 @@ def parse_size(value: int | str, field: str, *, or_one_of: tuple[str, ...] = ())
     return size
 
 
-def format_size(num_bytes: float) -> str:
-    """``1536`` → ``1.5 KiB``; used in every message and table."""
+def format_size(num_bytes: float, *, up: bool = False) -> str:
+    """``1536`` → ``1.5 KiB``; used in every message and table. `up`: never less, for what a message says to ask for."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+            digits = 0 if unit == "B" else 1
+            break
         size /= 1024
-    return f"{size:.2f} TiB"
+    else:
+        unit, digits = "TiB", 2
+    size = math.ceil(size * 10**digits) / 10**digits if up else size
+    return f"{size:.{digits}f} {unit}"
 
 
 @dataclass(frozen=True, kw_only=True)

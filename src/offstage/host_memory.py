@@ -86,7 +86,7 @@ def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: i
     if host_budget is not None and total > host_budget:
         raise HostMemoryError(
             f"host_budget of {format_size(host_budget)} cannot hold {format_size(total)} of state. "
-            f"Raise it to {format_size(total)}, lower fraction, or use master_weights='split' or "
+            f"Raise it to {format_size(total, up=True)}, lower fraction, or use master_weights='split' or "
             "state_dtype='bfloat16'."
         )
     limits = {"MemAvailable": _mem_available(), "the cgroup's memory limit leaves": _cgroup_available()}

@@ -321,7 +321,7 @@ def _check_memory(chosen: dict[nn.Module, list[nn.Parameter]], config: Activatio
     budget = None if config.host_budget is None else int(config.host_budget)
     if budget is not None and need > budget:
         raise HostMemoryError(
-            f"Weights and their gradients need {format_size(need)} of host memory; host_budget allows "
+            f"Weights and their gradients need {format_size(need, up=True)} of host memory; host_budget allows "
             f"{format_size(budget)}. Raise host_budget, or offload fewer layers."
         )
     check_host_memory(need, None)

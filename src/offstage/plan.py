@@ -238,7 +238,7 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
         raise ConfigError(
             f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that stays "
             "resident (parameters under min_bytes, or placed before). Raise it to "
-            f"{format_size(need)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
+            f"{format_size(need, up=True)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
         )
     if config.fraction is None:
         return budget - staging
@@ -246,7 +246,7 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
         raise ConfigError(
             f"fraction={config.fraction} keeps {format_size(wanted)} of state on the device, which with {config.slots} "
             f"slots of {format_size(slot_bytes)} contradicts device_budget={format_size(budget)}. Raise device_budget "
-            f"to {format_size(wanted + staging)}, raise fraction, or leave one of the two out."
+            f"to {format_size(wanted + staging, up=True)}, raise fraction, or leave one of the two out."
         )
     return wanted
 

@@ -64,8 +64,8 @@ class Search:
             raise ConfigError(
                 f"device_peak of {format_size(int(config.device_peak))} expects room for state; found weights of "
                 f"{format_size(self.rank.weight_bytes)}, gradients of {format_size(self.rank.gradient_bytes)} and "
-                f"{format_size(int(self.workload.other_bytes))} of other bytes. Raise it above {format_size(other)}, "
-                "or use update_in_backward=True without clipping."
+                f"{format_size(int(self.workload.other_bytes))} of other bytes. Raise it above "
+                f"{format_size(other, up=True)}, or use update_in_backward=True without clipping."
             )
         budget = room if config.device_budget is None else min(room, int(config.device_budget))
         return dataclasses.replace(config, device_peak=None, device_budget=budget)
