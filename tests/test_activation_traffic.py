@@ -45,6 +45,21 @@ def test_nothing_is_left_behind_the_last_layer(seed, monkeypatch):
         assert at_head == [INPUT + INPUT + GATE_UP + GATE_UP // 2 + GATE_UP // 2] * 3
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_layers_that_run_twice(seed):
+    """The last layer is the one that ran last in the forward before."""
+    with on_lanes(seed):
+        torch.manual_seed(0)
+        model = Stack(Gated, 3)
+        model.call = lambda layer, x: layer(layer(x))
+        handle = offload_activations(model, min_bytes=0, keep_last=0)
+        at_head = []
+        model.last.register_forward_pre_hook(lambda *_: at_head.append(next(iter(handle._sides.values())).here_bytes))
+        for _ in range(3):
+            model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
+        assert at_head[1:] == [INPUT, INPUT]
+
+
 def test_only_named_layers_leave():
     """What the layers between them save may lie where an input of theirs was, and is not theirs."""
 

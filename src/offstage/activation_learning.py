@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,8 @@ class Learner:
     """Knows how fast the link is, and the device."""
     plan: ActivationPlan | None = None
     passes: int = 0
-    in_flight: int = 1
+    _in_flight: deque[int] = field(default_factory=lambda: deque([1], maxlen=2))
+    """Forwards that waited for their backward, as of late."""
     _measured: dict[int, _Measured] = field(default_factory=dict)
     _facts: list[LayerFacts] = field(default_factory=list)
     _tail_bytes: int = 0
@@ -70,6 +72,11 @@ class Learner:
     _was_over: bool = False
     """A plan has taken more than it may."""
     _stays: bool = False
+
+    @property
+    def in_flight(self) -> int:
+        """Forwards that wait for their backward at once."""
+        return max(self._in_flight)
 
     @property
     def looks(self) -> bool:
@@ -97,7 +104,7 @@ class Learner:
 
     def begin_pass(self, lanes: Lanes | None, in_flight: int) -> None:
         """A forward begins: plan, if enough is known. `in_flight`: those that wait for their backward, and this one."""
-        self.in_flight = max(self.in_flight, in_flight)
+        self._in_flight.append(in_flight)
         if self._stays or lanes is None:
             self.passes += not self._stays
             return
@@ -214,6 +221,8 @@ class Learner:
         self._corrections += 1
         self._was_over |= room < 0
         before, wrong = self.plan, found - self.plan.peak_bytes
+        if wrong < 0:
+            wrong //= 2  # what this mix does not take, another one may
         self._facts = [
             dataclasses.replace(one, before_backward_bytes=one.before_backward_bytes + wrong) for one in self._facts
         ]

@@ -15,6 +15,7 @@ from offstage.config import ActivationConfig
 from offstage.errors import OffstageError
 from offstage.host_pool import HostPool
 from offstage.lanes import Lanes, lanes_for
+from offstage.remade_storage import Proofs
 
 
 class Side:
@@ -23,6 +24,7 @@ class Side:
     def __init__(self, device: torch.device, config: ActivationConfig) -> None:
         self.lanes: Lanes = lanes_for(device)
         self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
+        self.proofs = Proofs()
         self.here_bytes = 0
         """Of saved tensors that are on the device."""
         self._dead: deque[Any] = deque()

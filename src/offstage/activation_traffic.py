@@ -23,14 +23,16 @@ _KEEPS_THE_LINK_BUSY = 256 * 1024 * 1024
 class Traffic:
     """Of one forward and its backward."""
 
-    def __init__(self, choices: Sequence[Choice], prefetch: int, largest: int, num_layers: int) -> None:
-        """`largest`: bytes that one layer sent away in the forward before. `num_layers`: of the model, where `choices`
-        may be of some that were named."""
+    def __init__(
+        self, choices: Sequence[Choice], prefetch: int, num_layers: int, *, largest: int, num_visits: int
+    ) -> None:
+        """`num_layers`: of the model, where `choices` may be of some that were named. Of the forward before:
+        `largest`, the bytes that one layer sent away, and `num_visits`, how many layers ran."""
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
         self._are_spread = num_layers > offloaded + prefetch > prefetch
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
-        self._last = len(choices) - 1
+        self._last = num_visits - 1
         self._prefetch = prefetch
         self.largest = 0
         """Bytes that one layer has sent away, at most."""

@@ -41,7 +41,7 @@ from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.host_weight import SavedWeight
 from offstage.host_weights import HostWeights
 from offstage.lanes import Lanes
-from offstage.remade_storage import Proofs, RemadeStorage, Trial, recipe_of
+from offstage.remade_storage import RemadeStorage, Trial, recipe_of
 from offstage.saved_storage import Saved, SavedStorage, Stayed
 from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
@@ -90,13 +90,14 @@ class Visit:
     """One call of a layer in one forward."""
 
     def __init__(
-        self, flight: Flight, number: int, layer: int, choice: Choice, inputs: dict[int, StorageWeakRef]
+        self, flight: Flight, number: int, layer: int, choice: Choice, module: nn.Module, arguments: Any
     ) -> None:
         self.flight, self.number, self.layer, self.choice = flight, number, layer, choice
-        self.inputs = inputs
+        self.kind = (*kind_of(module), module.training)
+        self.inputs = _inputs(arguments)
         """Storages of its arguments."""
-        self.recipes = 0
-        """Results so far that could be made again."""
+        self.path = 0
+        """Of all that was saved in it so far, what kind it was: another way through a layer has another one."""
 
 
 class _Pass:
@@ -132,18 +133,16 @@ class ActivationOffload:
         self.config = config
         self.bytes_left = 0
         self.bytes_returned = 0
-        self.bytes_stayed = 0
-        """Saved by chosen layers and not worth moving, or not movable."""
         self.bytes_remade = 0
         self._model = weakref.ref(model)
         self._layers = layers_of(model, config.layers)
         self._num_layers = num_layers_of(model, self._layers)
         self._choices = choices_of(self._layers, config)
-        self._kinds = [kind_of(layer) for layer in self._layers]
-        self._proofs = Proofs()
         self._sides: dict[torch.device, Side] = {}
         self._reached: Visit | None = None
         """Where backward is, until the next forward."""
+        self._num_visits = 0
+        """Layers that ran in the last forward."""
         self._largest = 0
         """Bytes that one layer has sent away in the last forward, at most."""
         self._running = threading.local()
@@ -192,6 +191,8 @@ class ActivationOffload:
         model = self._model()
         if model is not None:
             model._offstage_activations = None  # type: ignore[assignment]
+        for side in self._sides.values():
+            side.proofs.look_at_all()
 
     def __enter__(self) -> ActivationOffload:
         return self
@@ -245,10 +246,10 @@ class ActivationOffload:
         if not torch.is_grad_enabled() or is_recomputed(self):
             return
         self._check_working()
-        self._proofs.look()
         for side in self._sides.values():
             side.bury()
             side.refuse_capture()
+            side.proofs.look(side.lanes)
         self._reached = None
         if self._learner is not None:
             self._in_flight.add(started.flight)
@@ -264,7 +265,13 @@ class ActivationOffload:
         self._num_passes += 1
 
     def _traffic(self) -> Traffic:
-        return Traffic(self._choices, self.config.prefetch, self._largest, self._num_layers)
+        return Traffic(
+            self._choices,
+            self.config.prefetch,
+            self._num_layers,
+            largest=self._largest,
+            num_visits=self._num_visits or len(self._choices),
+        )
 
     def _forget_broken_passes(self) -> None:
         """Torch calls no hooks after KeyboardInterrupt and the like: such a forward is not on the stack any more."""
@@ -280,7 +287,7 @@ class ActivationOffload:
             hooks.__exit__(None, None, None)
             started.unclaimed.clear()
             started.storages.clear()
-            self._largest = started.traffic.largest
+            self._num_visits, self._largest = started.visits, started.traffic.largest
             started.current = started.previous = None
             del started.flight
             self._last_pass = started
@@ -319,7 +326,7 @@ class ActivationOffload:
         started.weights |= _storages(module)  # FSDP2 has gathered them just now
         # By the order of calls: a layer that is called several times is several.
         number = started.visits % len(self._layers)
-        visit = Visit(started.flight, started.visits, number, started.choices[number], _inputs(arguments))
+        visit = Visit(started.flight, started.visits, number, started.choices[number], module, arguments)
         started.visits += 1
         started.current = visit
         unclaimed, started.unclaimed = started.unclaimed, {}
@@ -350,7 +357,11 @@ class ActivationOffload:
             weight = self._weights.saved(tensor.untyped_storage()._cdata, tensor)
             if weight is not None:
                 return weight
-        if not self.config.activations or not self._movable(started, tensor):
+        is_movable = self.config.activations and self._movable(started, tensor)
+        if (visit := started.current) is not None:
+            maker = tensor.grad_fn.name() if tensor.grad_fn is not None else None
+            visit.path = hash((visit.path, maker, tensor.dtype, is_movable))
+        if not is_movable:
             return Stayed(tensor)
         handle = tensor.untyped_storage()._cdata
         storage = started.storages.get(handle)
@@ -373,11 +384,10 @@ class ActivationOffload:
         recipe = recipe_of(tensor)
         if recipe is None:
             return SavedStorage(side, tensor)
-        visit.recipes += 1
-        key = (*self._kinds[visit.layer], tensor.device, visit.recipes, recipe.name)
-        is_same = self._proofs.verdict(key)
+        key = (*visit.kind, visit.path, recipe.name)
+        is_same = side.proofs.verdict(key)
         if is_same:
-            remade = RemadeStorage(side, tensor, visit, recipe, self._unpack)
+            remade = RemadeStorage(side, tensor, visit, key, recipe, self._back)
             started.remade_bytes += remade.nbytes
             self.bytes_remade += remade.nbytes
             if self._learner is not None:
@@ -407,7 +417,6 @@ class ActivationOffload:
         started.seen_bytes += storage.nbytes
         # Over the whole forward: a tensor that is larger than a layer's share leaves when enough layers had theirs.
         if started.left_bytes + storage.nbytes > self.config.fraction * started.seen_bytes:
-            self.bytes_stayed += storage.nbytes
             return
         storage.leave()
         started.traffic.left(storage, visit.number)
@@ -428,6 +437,15 @@ class ActivationOffload:
     # Backward
 
     def _unpack(self, kept: Any) -> torch.Tensor:
+        found = self._back(kept)
+        storage = kept.storage if isinstance(kept, Saved) else None
+        if isinstance(storage, SavedStorage) and storage.trial is not None:
+            trial, storage.trial = storage.trial, None
+            storage.side.proofs.compare(trial.key, trial.make(self._back), found)
+        return found
+
+    def _back(self, kept: Any) -> torch.Tensor:
+        """The tensor as it was saved."""
         if not isinstance(kept, Saved):
             assert isinstance(kept, (SavedWeight, Stayed))
             return kept.tensor()
@@ -440,11 +458,7 @@ class ActivationOffload:
         if self._learner is not None:
             layer = None if storage.visit is None else storage.visit.layer
             self._learner.in_backward(layer, side.lanes, side.here_bytes)
-        found = kept.tensor()
-        if isinstance(storage, SavedStorage) and storage.trial is not None:
-            trial, storage.trial = storage.trial, None
-            self._proofs.compare(trial.key, trial.recipe.make(self._unpack), found)
-        return found
+        return kept.tensor()
 
 
 class _Recomputing:

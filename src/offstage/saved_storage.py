@@ -49,7 +49,7 @@ class SavedStorage:
         """Its number among those that have left."""
         self.nbytes = tensor.untyped_storage().nbytes()
         self.side = side
-        self._device, self._dtype = tensor.device, tensor.dtype
+        self._device = tensor.device
         self._bytes: torch.Tensor | None = bytes_of(tensor)
         """The storage, while it is on the device."""
         self._seen: torch.Tensor | None = tensor.detach()  # counts its versions with `tensor`, without its graph
@@ -83,6 +83,12 @@ class SavedStorage:
     def expect(self) -> None:
         """Backward will ask for it once more."""
         self._saved += 1
+
+    def unexpect(self) -> None:
+        """It was asked for once by nobody."""
+        self._saved -= 1
+        if self._is_back:
+            self._used -= 1
 
     @property
     def is_worth_it(self) -> bool:
@@ -122,10 +128,6 @@ class SavedStorage:
             check_unchanged(self._seen, self._version)
 
     # Returning
-
-    @property
-    def is_here(self) -> bool:
-        return self._bytes is not None
 
     @property
     def has_returned(self) -> bool:
