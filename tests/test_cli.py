@@ -142,7 +142,7 @@ REFUSED = {
     "two numbers of devices": (["plan", "1M", "--devices=2", "--world.data=2"], "contradicts --world.data=2"),
     "devices that do not divide": (["plan", "1M", "--devices=3", "--world.tensor=2"], "Use 4"),
     "no devices": (["plan", "1M", "--devices=0"], "--devices expects a whole number of at least 1"),
-    "an impossible budget": (["plan", "7B", "--machine=desktop.json", "--budget=24GiB"], "Raise it above 26.0 GiB"),
+    "an impossible budget": (["plan", "7B", "--machine=desktop.json", "--budget=24GiB"], "Raise it above 26.1 GiB"),
     "a model too large": (["plan", "20B", "--machine=desktop.json"], "GiB of host memory per rank; found 120.0 GiB"),
     "no machine": (["plan", "1M", "--machine=none.json"], "could not read none.json"),
     "another file for a machine": (["plan", "1M", "--machine=shapes.json"], "expects what Machine.to_json wrote"),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import offstage
 from offstage import host_weight
 from offstage.activations import offload_activations
+from offstage.config import format_size
 from offstage.errors import ConfigError, HostMemoryError, OffstageError
 from offstage.lanes import use_lanes
 from offstage.lazy_lanes import LazyLanes, WaitLog
@@ -1182,7 +1183,7 @@ def test_a_host_budget_that_is_too_small():
     need = 2 * sum(param.nbytes for param in moved(model))
     with pytest.raises(HostMemoryError, match=r"host_budget allows 1\.0 KiB\. Raise host_budget") as caught:
         offload_activations(model, **ON, host_budget="1KiB")
-    assert f"{need / 1024:.1f} KiB" in str(caught.value)
+    assert format_size(need, up=True) in str(caught.value)
     for param, (address, value) in zip(model.parameters(), before, strict=True):
         assert param.data_ptr() == address
         assert torch.equal(param, value)
