@@ -115,7 +115,7 @@ class Proofs:
         self._says_something: dict[Key, torch.Tensor] = {}
         """Whether any number of these was not zero."""
         self._watched: dict[Key, torch.Tensor] = {}
-        """The same, for results that did not."""
+        """Whether they differed, for results that did not move."""
         self._answer: tuple[dict[Key, torch.Tensor], torch.Tensor, Mark] | None = None
         """On its way to the host: whether any of them did."""
 
