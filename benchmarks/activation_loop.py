@@ -40,17 +40,10 @@ class Mixed(GPT):
 
     recomputed: frozenset[int] = frozenset()
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
+    def _through_blocks(self, x: torch.Tensor) -> torch.Tensor:
         for number, block in enumerate(self.blocks):
             x = checkpoint(block, x, use_reentrant=False) if number in self.recomputed else block(x)
-        x = self.norm(x).flatten(0, 1)
-        targets = tokens.roll(-1, dims=1).flatten()
-        losses = [
-            checkpoint(self._loss, part, target, use_reentrant=False)
-            for part, target in zip(x.chunk(8), targets.chunk(8), strict=True)
-        ]
-        return torch.stack(losses).sum() / len(targets)
+        return x
 
 
 class Loop:

@@ -60,16 +60,18 @@ class GPT(nn.Module):
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        x = self.norm(x).flatten(0, 1)
+        x = self.norm(self._through_blocks(self.embedding(tokens))).flatten(0, 1)
         targets = tokens.roll(-1, dims=1).flatten()
         losses = [
             checkpoint(self._loss, part, target, use_reentrant=False)
             for part, target in zip(x.chunk(8), targets.chunk(8), strict=True)
         ]
         return torch.stack(losses).sum() / len(targets)
+
+    def _through_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
 
     def _loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(x).float(), targets, reduction="sum")
