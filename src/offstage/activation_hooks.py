@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Hook` and `Kept`: how a model knows of its offload, and its copies do not. Used by `activations.py`."""
+"""What `activations.py` leaves on a model: `Hook` and `Kept`, which its copies do not have, and `Recomputing`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from offstage.activation_plan import Choice
 from offstage.errors import ConfigError
+from offstage.saved_tensor_hooks import is_recomputed
 
 if TYPE_CHECKING:
     from offstage.activations import ActivationOffload
@@ -53,3 +57,30 @@ class Kept:
 
     def __reduce__(self) -> Any:
         return Kept, ()
+
+
+class Recomputing:
+    """A layer's own forward, run again in backward where that is its choice."""
+
+    def __init__(self, layer: nn.Module, owner: weakref.ref[ActivationOffload]) -> None:
+        self._layer, self._was_set = layer, "forward" in vars(layer)
+        self._forward, self._owner = layer.forward, owner
+        layer.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        offload = self._owner()
+        visit = offload.visit if offload is not None else None
+        if (
+            visit is None
+            or visit.choice is not Choice.RECOMPUTE
+            or not torch.is_grad_enabled()
+            or is_recomputed(offload)
+        ):
+            return self._forward(*arguments, **keywords)
+        return checkpoint(self._forward, *arguments, use_reentrant=False, **keywords)
+
+    def remove(self) -> None:
+        if self._was_set:
+            self._layer.forward = self._forward  # type: ignore[method-assign]
+        else:
+            del self._layer.forward

@@ -56,4 +56,8 @@ def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[C
 
 def kind_of(layer: nn.Module) -> tuple[type[nn.Module], int]:
     """Layers of one kind save as much as each other, and do the same with it."""
-    return type(layer), sum(param.numel() for param in layer.parameters())
+    return type(layer), size_of(layer)
+
+
+def size_of(layer: nn.Module) -> int:
+    return sum(param.numel() for param in layer.parameters())

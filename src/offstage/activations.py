@@ -27,10 +27,9 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
-from offstage.activation_hooks import Hook, Kept
-from offstage.activation_layers import choices_of, kind_of, layers_of, num_layers_of
+from offstage.activation_hooks import Hook, Kept, Recomputing
+from offstage.activation_layers import choices_of, layers_of, num_layers_of, size_of
 from offstage.activation_learning import Learner
 from offstage.activation_plan import ActivationPlan, Choice
 from offstage.activation_receipt import ActivationReceipt
@@ -90,10 +89,9 @@ class Visit:
     """One call of a layer in one forward."""
 
     def __init__(
-        self, flight: Flight, number: int, layer: int, choice: Choice, module: nn.Module, arguments: Any
+        self, flight: Flight, number: int, layer: int, choice: Choice, kind: tuple[object, ...], arguments: Any
     ) -> None:
-        self.flight, self.number, self.layer, self.choice = flight, number, layer, choice
-        self.kind = (*kind_of(module), module.training)
+        self.flight, self.number, self.layer, self.choice, self.kind = flight, number, layer, choice, kind
         self.inputs = _inputs(arguments)
         """Storages of its arguments."""
         self.path = 0
@@ -137,6 +135,7 @@ class ActivationOffload:
         self._model = weakref.ref(model)
         self._layers = layers_of(model, config.layers)
         self._num_layers = num_layers_of(model, self._layers)
+        self._sizes = {layer: size_of(layer) for layer in self._layers}
         self._choices = choices_of(self._layers, config)
         self._sides: dict[torch.device, Side] = {}
         self._reached: Visit | None = None
@@ -172,7 +171,7 @@ class ActivationOffload:
             self._handles.append(layer.register_forward_pre_hook(Hook(owner, "_enter"), with_kwargs=True))
             self._handles.append(layer.register_forward_hook(Hook(owner, "_leave"), always_call=True))
             if self._learner is not None:
-                self._handles.append(_Recomputing(layer, owner))
+                self._handles.append(Recomputing(layer, owner))
 
     def remove(self) -> None:
         """Take the hooks off and give host memory back, after the last copy. Forwards that wait for backward go on."""
@@ -235,6 +234,11 @@ class ActivationOffload:
         if not hasattr(self._running, "passes"):
             self._running.passes = []
         return self._running.passes  # type: ignore[no-any-return]
+
+    @property
+    def visit(self) -> Visit | None:
+        """The call of a layer that is under way in this thread."""
+        return self._passes[-1][0].current if self._passes else None
 
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
@@ -326,7 +330,8 @@ class ActivationOffload:
         started.weights |= _storages(module)  # FSDP2 has gathered them just now
         # By the order of calls: a layer that is called several times is several.
         number = started.visits % len(self._layers)
-        visit = Visit(started.flight, started.visits, number, started.choices[number], module, arguments)
+        kind = (type(module), self._sizes[module], module.training)
+        visit = Visit(started.flight, started.visits, number, started.choices[number], kind, arguments)
         started.visits += 1
         started.current = visit
         unclaimed, started.unclaimed = started.unclaimed, {}
@@ -459,33 +464,6 @@ class ActivationOffload:
             layer = None if storage.visit is None else storage.visit.layer
             self._learner.in_backward(layer, side.lanes, side.here_bytes)
         return kept.tensor()
-
-
-class _Recomputing:
-    """A layer's own forward, run again in backward where that is its choice."""
-
-    def __init__(self, layer: nn.Module, owner: weakref.ref[ActivationOffload]) -> None:
-        self._layer, self._was_set = layer, "forward" in vars(layer)
-        self._forward, self._owner = layer.forward, owner
-        layer.forward = self.forward  # type: ignore[method-assign]
-
-    def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        offload = self._owner()
-        visit = offload._passes[-1][0].current if offload is not None and offload._passes else None
-        if (
-            visit is None
-            or visit.choice is not Choice.RECOMPUTE
-            or not torch.is_grad_enabled()
-            or is_recomputed(offload)
-        ):
-            return self._forward(*arguments, **keywords)
-        return checkpoint(self._forward, *arguments, use_reentrant=False, **keywords)
-
-    def remove(self) -> None:
-        if self._was_set:
-            self._layer.forward = self._forward  # type: ignore[method-assign]
-        else:
-            del self._layer.forward
 
 
 def _frames() -> Iterator[FrameType]:
