@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved tensors that are made again instead of moved: the same bits, and what they are made of moves once."""
 
+import contextlib
 import gc
 import threading
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from offstage.activations import offload_activations
-from offstage.errors import OffstageError
+from offstage.errors import OffloadIneffectiveError, OffstageError
 from tests.test_activations import SEEDS, WIDTH, Stack, assert_same, gradients, on_lanes
 
 TOKENS = 6
@@ -294,7 +295,7 @@ def iterate(model, x, iterations):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_begins_to_write_later_is_found_out(seed):
-    """An iteration late, since nobody waits for it; from then on it moves."""
+    """Two forwards later, since nobody waits for the answer; from then on it moves."""
     with on_lanes(seed):
         torch.manual_seed(0)
         model = Stack(Writes)
@@ -439,24 +440,16 @@ def test_weights_on_the_host_come_as_often_as_before(seed):
     assert product.weight_bytes_fetched == moved(Sum, weights=True).weight_bytes_fetched
 
 
-def test_all_of_it_may_be_made_again():
-    """Then nothing leaves, and that is no mistake."""
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.other = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
-
-        def forward(self, x):
-            a, b = self.one(x), self.other(x).transpose(-1, -2)
-            return x + F.silu(a * b).sum(-1, keepdim=True)  # tokens x tokens, from tokens
-
-    model = Stack(Outer)
-    tokens = 40
-    handle = offload_activations(model, min_bytes=tokens * tokens * FLOAT, keep_last=0)
-    for _ in range(5):
-        model(torch.randn(1, tokens, WIDTH)).backward()
-    assert handle.receipt().bytes_left == 5 * tokens * tokens * FLOAT  # small factors stay, so the product moves
+def test_making_again_is_not_doing_nothing():
+    """Where the fraction is too small for anything to leave: nobody is idle who makes again, and others are."""
+    for layer, works in ((Gated, True), (Written, False)):
+        torch.manual_seed(0)
+        model = Stack(layer)
+        handle = offload_activations(model, min_bytes=0, keep_last=0, fraction=1e-9)
+        with contextlib.nullcontext() if works else pytest.raises(OffloadIneffectiveError):
+            iterate(model, torch.randn(1, TOKENS, WIDTH), 5)
+        assert handle.bytes_left == 0
+        assert bool(handle.bytes_remade) is works
 
 
 def test_threads_that_begin_together():

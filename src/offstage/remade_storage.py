@@ -9,7 +9,8 @@ same bits, in a small part of the time in which the link would carry them. Used 
 `.data`. So a result that was written to could be made again as it was before. Therefore the first time that a layer of
 some kind saves a result, it moves like everything else, and is made again beside it in backward: only if the bits are
 the same it is not moved from then on. And each time a sum over its bits is taken before it goes, and compared with that
-of what was made again: who begins to write later is found out, an iteration late, and training stops. `Proofs` knows.
+of what was made again: who begins to write later is found out, two forwards later, since nobody waits for the answer,
+and training stops. `Proofs` knows.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class Proofs:
         if differ:
             self._watched.clear()  # the same again, of iterations that have begun since
             raise OffstageError(
-                f"A saved tensor was written to without autograd's knowledge (by a collective, through .data): "
+                "A saved tensor was written to without autograd's knowledge (by a collective, through .data): "
                 f"{_named(differ[0])}. That did not happen in the first iteration, so it was made again as it was "
                 "before, and gradients since then are wrong; expected the same in every iteration. Load the last "
                 "checkpoint; let that layer use an operation that makes a new tensor, or leave it out of layers."
