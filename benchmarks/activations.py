@@ -93,7 +93,7 @@ def link_full(row: Row) -> Row:
 
 
 def everything(bench: Bench) -> Iterator[Row | None]:
-    ours = bench.measure("everything", {"keep_last": 0}, warm_up=1, iterations=2)
+    ours = bench.measure("everything", {"keep_last": 0, "min_bytes": 0}, warm_up=2, iterations=3)
     theirs = bench.measure("save_on_cpu", warm_up=1, iterations=1, around=lambda: save_on_cpu(pin_memory=True))
     yield theirs
     if ours is not None and theirs is not None:

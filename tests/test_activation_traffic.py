@@ -15,10 +15,17 @@ INPUT = TOKENS * WIDTH * FLOAT  # a layer's input; the model's own is as large, 
 GATE_UP = 8 * INPUT
 
 
-def passed(monkeypatch, **config):
+class Wide(nn.Module):
+    """Saves as much as the linear layers of `Gated` do, but nothing that could be made again."""
+
+    def forward(self, x):
+        return x.cos() + x.repeat(1, 1, 8).sin().unflatten(-1, (8, -1)).sum(-2)
+
+
+def passed(monkeypatch, layer=Gated, **config):
     """Bytes of saved tensors on the device: when the head begins, and whenever backward has asked for one."""
     torch.manual_seed(0)
-    model = Stack(Gated, 5)
+    model = Stack(layer, 5)
     handle = offload_activations(model, min_bytes=0, **config)
     at_head, in_backward = [], []
     ask = SavedStorage.bytes_for_backward
@@ -110,5 +117,5 @@ def test_named_layers_are_not_waited_for_in_the_middle(seed, monkeypatch):
 def test_what_returns_ahead_is_no_more_than_keeps_the_link_busy(busy, prefetch, most, seed, monkeypatch):
     monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", busy)
     with on_lanes(seed):
-        _, in_backward = passed(monkeypatch, keep_last=0, prefetch=prefetch)
+        _, in_backward = passed(monkeypatch, Wide, keep_last=0, prefetch=prefetch)
         assert in_backward == INPUT + most

@@ -12,12 +12,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from offstage import activation_traffic
 from offstage.activations import offload_activations
 from offstage.errors import OffloadIneffectiveError, OffstageError
+from offstage.remade_storage import Factors
 from tests.test_activations import SEEDS, WIDTH, Stack, assert_same, gradients, on_lanes
 
 TOKENS = 6
 FLOAT = 4
+NO_PRODUCTS = {"fraction": 0.99}
+"""Not everything leaves: matrix products are not computed again."""
 
 
 class Gated(nn.Module):
@@ -84,8 +88,21 @@ class Inside(nn.Module):
         return x + self.other(checkpoint(lambda y: self.one(y) * self.other(y), x, use_reentrant=False))
 
 
+class Apart(nn.Module):
+    """The same as `Gated`, from two linear layers; the product's factors in another order."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=bias) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=bias)
+
+    def forward(self, x):
+        return x + self.down(self.up(x) * F.silu(self.gate(x)))
+
+
 MODELS = {
     "gated": Gated,
+    "gated, of two": Apart,
     "gelu": Gelu,
     "gelu, tanh": lambda: Gelu("tanh"),
     "products": Scaled,
@@ -106,7 +123,9 @@ def test_the_same_gradients(model, config, seed):
     with on_lanes(seed):
         found, handle = gradients(make, CONFIGS[config])
         assert_same(found, expected)
-        assert bool(handle.receipt().bytes_remade) is (model not in ("written to", "a checkpoint inside"))
+        assert bool(handle.receipt().bytes_remade) is (
+            config == "all" or model not in ("written to", "a checkpoint inside")
+        )
 
 
 def one_pass(layers, config=None, tokens=TOKENS):
@@ -121,16 +140,145 @@ def one_pass(layers, config=None, tokens=TOKENS):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_leaves_and_what_does_not(seed):
+    """Where others are between the layers that leave, the link has time for gate and up, and the device has not."""
     with on_lanes(seed):
-        _, handle, loss = one_pass(Gated)
+        _, handle, loss = one_pass(Gated, {"layers": 1})
         receipt = handle.receipt()
         hidden = TOKENS * 4 * WIDTH * FLOAT
-        assert receipt.bytes_left == 3 * (TOKENS * WIDTH * FLOAT + 2 * hidden)  # the input; gate and up together
-        assert receipt.bytes_remade == 3 * 2 * hidden  # silu(gate), and the product
+        assert receipt.bytes_left == TOKENS * WIDTH * FLOAT + 2 * hidden  # the input; gate and up together
+        assert receipt.bytes_remade == 2 * hidden  # silu(gate), and the product
         assert "made again" in str(receipt)
         loss.backward()
         # Gate and up are asked for five times, by three operations, and come back once.
         assert handle.bytes_returned <= receipt.bytes_left
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_all_leave_the_link_is_the_limit(seed):
+    with on_lanes(seed):
+        _, handle, loss = one_pass(Gated)
+        receipt = handle.receipt()
+        assert receipt.bytes_left == 3 * TOKENS * WIDTH * FLOAT  # the inputs
+        assert receipt.bytes_remade == 3 * 4 * TOKENS * 4 * WIDTH * FLOAT  # gate and up as well
+        loss.backward()
+        assert handle.bytes_returned <= receipt.bytes_left
+
+
+def counted(monkeypatch):
+    """Matrix products that are computed again: linear layers do not call this function."""
+    products, multiply = [], torch.mm
+
+    def count(*arguments):
+        products.append(arguments)
+        return multiply(*arguments)
+
+    monkeypatch.setattr(torch, "mm", count)
+    return products
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layer", [Gated, Apart], ids=["one linear layer", "two"])
+def test_a_product_has_the_memory_for_its_gradients(layer, seed, monkeypatch):
+    """In its backward there are its two factors, and nothing that they were made of. Products are computed twice."""
+    products, held = counted(monkeypatch), []
+    asked = Factors.asked
+    monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", 0)
+
+    def look(factors, kept, found):
+        got = asked(factors, kept, found)
+        held.append(kept.storage.side.here_bytes)
+        assert got.untyped_storage().nbytes() == TOKENS * 4 * WIDTH * FLOAT
+        return got
+
+    with on_lanes(seed):
+        _, handle, loss = one_pass(lambda: layer() if layer is Gated else layer(bias=False))
+        monkeypatch.setattr(Factors, "asked", look)
+        products.clear()
+        loss.backward()
+    # Those that it needs: the layer's own input, which is needed again, the one before, and the model's input.
+    assert max(held[1::2]) <= 3 * TOKENS * WIDTH * FLOAT
+    assert len(products) == 3 * 2 if layer is Gated else 3 * 3  # of two layers one is the factor itself
+    assert handle.bytes_returned <= handle.bytes_left
+
+
+def test_a_factor_of_many_products_is_made_once_or_twice(monkeypatch):
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x):
+            one, other = self.both(x).chunk(2, -1)
+            for _ in range(8):
+                x = x + self.out(x.sin() * one) + self.out(F.silu(other) * x.cos())
+            return x
+
+    products = counted(monkeypatch)
+    _, handle, loss = one_pass(Many)
+    products.clear()
+    loss.backward()
+    assert 3 <= len(products) <= 3 * 2
+    assert handle.receipt().bytes_remade
+
+
+class Sharded(nn.Module):
+    """Like a model of which every linear layer is sharded on its own: a weight is back before its own backward only."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.is_sharded = False
+
+    def forward(self, x):
+        hidden = self.one(x)
+        if self.is_sharded:
+            storage, values = self.one.weight.untyped_storage(), self.one.weight.detach().clone()
+            storage.resize_(0)
+
+            def gather(_):
+                storage.resize_(values.nbytes)
+                storage.copy_(values.untyped_storage())
+
+            hidden.register_hook(gather)
+        return x + self.other(F.silu(hidden))
+
+
+def sharded(model, are=True):
+    for layer in model.layers:
+        layer.is_sharded = are
+
+
+def trained(offload, *changes):
+    torch.manual_seed(0)
+    model = Stack(Sharded, 3)
+    handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
+    for change in changes:
+        change(model)
+        model.zero_grad()
+        model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
+    return [param.grad for param in model.parameters()], handle
+
+
+def test_a_weight_that_is_not_there_in_backward(caplog):
+    """Found out in the first iteration: what it has made moves. Later: said."""
+    found, handle = trained(True, sharded, same, same)
+    assert_same(found, trained(False, sharded, same, same)[0])
+    assert handle.receipt().bytes_remade == (3 + 1) * TOKENS * WIDTH * FLOAT  # silu, and what the first layer is given
+    assert "what a linear layer has made in a Sharded is not made again" in caplog.text
+    with pytest.raises(OffstageError, match="its weight is not on the device"):
+        trained(True, same, same, sharded)
+
+
+def test_no_memory_to_try(caplog, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("2 GiB are free, 3 GiB were asked for")
+
+    expected, _ = trained(False, same, same, same)
+    monkeypatch.setattr(torch, "mm", fail)
+    found, handle = trained(True, same, same, same)
+    assert_same(found, expected)
+    assert handle.receipt().bytes_remade == (3 + 1) * TOKENS * WIDTH * FLOAT
+    assert "moves like everything else: 2 GiB are free" in caplog.text
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -197,7 +345,8 @@ def test_what_was_written_to_unseen_is_moved(seed, caplog):
     with on_lanes(seed):
         found, handle = gradients(make, {"keep_last": 0}, iterations=4)
     assert_same(found, expected)
-    assert handle.receipt().bytes_remade == 5 * 2 * 6 * WIDTH * FLOAT  # gelu, of five layers
+    # Gelu, of five layers; what four linear layers have made; the input of the first, which is too deep for the next.
+    assert handle.receipt().bytes_remade == (5 + 4 * 4 + 1) * 2 * 6 * WIDTH * FLOAT
     warnings = [record.getMessage() for record in caplog.records if "not made again" in record.getMessage()]
     assert sorted(text.split(" has made in a ")[0].split()[-1] for text in warnings) == ["Mul", "Silu"]
     assert all("Clamped" in text for text in warnings)
@@ -304,7 +453,7 @@ def test_who_begins_to_write_later_is_found_out(seed):
         iterate(model, x, 3)
         assert handle.receipt().bytes_remade
         writing(0.5)(model)
-        with pytest.raises(OffstageError, match=r"without autograd's .*: what Mul has made in a Writes\. That did not"):
+        with pytest.raises(OffstageError, match=r"what Mul has made in a Writes, was .* That did not"):
             iterate(model, x, 3)
         for offloaded in (True, False):
             model.zero_grad()
@@ -331,7 +480,7 @@ def test_a_verdict_against_it_stays():
     """Micro-batches in flight: one shows that it is written to, another, tried before, has nothing to show."""
     torch.manual_seed(0)
     model = Stack(Writes)
-    handle = offload_activations(model, min_bytes=0, keep_last=0)
+    handle = offload_activations(model, min_bytes=0, keep_last=0, **NO_PRODUCTS)
     writing(0.5)(model)
     first = model(torch.randn(2, 4, WIDTH))
     writing(1.0)(model)
@@ -418,7 +567,7 @@ def test_weights_on_the_host_come_as_often_as_before(seed):
         with on_lanes(seed):
             torch.manual_seed(0)
             model = Stack(layer)
-            handle = offload_activations(model, min_bytes=0, keep_last=0, **config)
+            handle = offload_activations(model, min_bytes=0, keep_last=0, **NO_PRODUCTS, **config)
             for _ in range(4):
                 model(torch.randn(1, TOKENS, WIDTH)).backward()
             return handle.receipt()

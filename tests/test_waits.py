@@ -536,6 +536,23 @@ def activations_offloaded():
     return [param.grad for param in model.parameters()]
 
 
+def activations_made_again():
+    """In the first iteration everything moves; then host memory that is not needed any more is given back."""
+    torch.manual_seed(0)
+    model = Layers()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = nn.Sequential(layer, nn.SiLU(), nn.Linear(40, 40))
+    slabs = {"_SMALLEST_SLAB": 512, "_LARGEST_SLAB": 512}
+    with mock.patch.multiple("offstage.host_pool", **slabs):
+        handle = offload_activations(model, min_bytes=0)
+        host_bytes = []
+        for _ in range(3):
+            model(torch.full((3, 40), 0.1)).backward()
+            host_bytes.append(handle.host_bytes)
+    assert host_bytes[0] > host_bytes[1] == host_bytes[2]
+    return [param.grad for param in model.parameters()]
+
+
 def activations_of_a_forward_without_backward():
     """What has just left, and what has just come back, is dropped unused; its memory is used again."""
     torch.manual_seed(0)
@@ -642,6 +659,7 @@ SCENARIOS = [
     saved_while_training,
     saved_with_speculation,
     activations_offloaded,
+    activations_made_again,
     activations_of_a_forward_without_backward,
     weights_on_the_host,
     weights_sent_for_and_not_used,
@@ -735,6 +753,7 @@ def test_the_waits_are_these():
         "store: the snapshot has its copy",
         "store: the state is updated",
         "synchronize: the weights are ready",
+        "trim: the host memory is not in use",
         "update: the gradients are ready",
         "update: the state is fetched",
         "weights: the fetch is over",

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from offstage.copies import copy_work
 from offstage.host_memory import Arena
 from offstage.lanes import Lane, Lanes
-from offstage.remade_storage import digest_of
+from offstage.proofs import digest_of
 
 _MEASURED_BYTES, _MEASURED_TIMES = 32 * 1024 * 1024, 4
 _SHORTEST_MS = 1e-6
@@ -56,7 +56,7 @@ def measure_link(lanes: Lanes) -> float:
 
 
 def measure_remaking(lanes: Lanes) -> float:
-    """GB/s of saved tensors that `remade_storage.py` makes again: those of a gated layer, the most common ones."""
+    """GB/s of saved tensors that are made again: those of a gated layer, the most common ones."""
     nbytes = _MEASURED_BYTES if lanes.device.type != "cpu" else _MEASURED_BYTES // 32
     gate, up = torch.zeros(2, nbytes // 2, dtype=torch.bfloat16, device=lanes.device)
 
@@ -72,3 +72,15 @@ def measure_remaking(lanes: Lanes) -> float:
     again(_MEASURED_TIMES)
     milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
     return _MEASURED_TIMES * 2 * nbytes / max(milliseconds, _SHORTEST_MS) / 1e6
+
+
+def measure_product(lanes: Lanes, dtype: torch.dtype) -> float:
+    """Multiplications per second of a matrix product."""
+    side = 4096
+    one, other = torch.zeros(2, side, side, dtype=dtype, device=lanes.device)
+    torch.mm(one, other)  # the first time is slower
+    start = lanes.stamp(Lane.CALLER)
+    for _ in range(_MEASURED_TIMES):
+        torch.mm(one, other)
+    milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
+    return _MEASURED_TIMES * side**3 / max(milliseconds, _SHORTEST_MS) * 1e3

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from offstage.activation_rates import measure_link, measure_remaking
+from offstage.activation_rates import measure_link, measure_product, measure_remaking
 from offstage.config import ActivationConfig
 from offstage.errors import OffstageError
 from offstage.host_pool import HostPool
 from offstage.lanes import Lanes, lanes_for
-from offstage.remade_storage import Proofs
+from offstage.proofs import Proofs
+from offstage.recipe import Recipe
 
 
 class Side:
@@ -27,6 +28,7 @@ class Side:
         self.proofs = Proofs()
         self.here_bytes = 0
         """Of saved tensors that are on the device."""
+        self._products: dict[torch.dtype, float] = {}
         self._dead: deque[Any] = deque()
         self.refuse_capture()
 
@@ -40,12 +42,25 @@ class Side:
         """How fast the device makes saved tensors again. Measured the first time."""
         return measure_remaking(self.lanes)
 
+    def is_made_faster(self, recipe: Recipe) -> bool:
+        """Whether the device makes it, a matrix product, in less time than the link takes to carry it."""
+        if self.lanes.device.type == "cpu":
+            return True  # there is no link
+        if recipe.dtype not in self._products:
+            self._products[recipe.dtype] = measure_product(self.lanes, recipe.dtype)
+        return recipe.multiplications / self._products[recipe.dtype] < recipe.nbytes / (1e9 * self.link_gb_per_s)
+
     def refuse_capture(self) -> None:
         if self.lanes.capturing():
             raise OffstageError(
                 "A graph is being captured, and activations are offloaded: its replays would copy from and to host "
                 "memory that is used for something else by then. Capture the model without offload_activations()."
             )
+
+    def trim(self) -> None:
+        """Host memory that was needed before some results were known to be the same when they are made again."""
+        self.lanes.synchronize("trim: the host memory is not in use")
+        self.lanes.touch_on_host(writes=self.pool.trim())
 
     def lay_out(self, remains: Any) -> None:
         """What a storage that nobody needs has left. Called by the garbage collector: nothing else may be done."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offstage.activation_plan import Choice
 from offstage.saved_storage import SavedStorage
 
-_KEEPS_THE_LINK_BUSY = 256 * 1024 * 1024
+_KEEPS_THE_LINK_BUSY = 128 * 1024 * 1024
 
 
 class Traffic:
@@ -29,7 +29,8 @@ class Traffic:
         """`num_layers`: of the model, where `choices` may be of some that were named. Of the forward before:
         `largest`, the bytes that one layer sent away, and `num_visits`, how many layers ran."""
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
-        self._are_spread = num_layers > offloaded + prefetch > prefetch
+        self.are_spread = num_layers > offloaded + prefetch > prefetch
+        """Others between those that leave: the link has time."""
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._last = num_visits - 1
@@ -38,7 +39,7 @@ class Traffic:
         """Bytes that one layer has sent away, at most."""
         self._expected = largest
         self._of_layer = 0
-        self._leaving: deque[tuple[weakref.ref[SavedStorage], int, int]] = deque()
+        self._leaving: deque[tuple[Callable[[], SavedStorage | None], int, int]] = deque()
         self._leaving_bytes = 0
         self._away: list[weakref.ref[SavedStorage]] = []
 
@@ -46,7 +47,7 @@ class Traffic:
     def _room(self) -> int:
         """Bytes that may be on their way beside the storage in question."""
         largest = max(self.largest, self._expected)
-        return self._prefetch * (largest if self._are_spread else min(largest, _KEEPS_THE_LINK_BUSY))
+        return self._prefetch * (largest if self.are_spread else min(largest, _KEEPS_THE_LINK_BUSY))
 
     # Forward
 
@@ -60,11 +61,18 @@ class Traffic:
         self.largest = max(self.largest, self._of_layer)
         self._let_go(visit)
 
+    def remade(self, nbytes: int, visit: int) -> None:
+        """So much was saved that does not leave: what has left before had that time, and its memory is needed."""
+        if not self.are_spread:
+            self._leaving.append((_nobody, nbytes, visit))
+            self._leaving_bytes += nbytes
+            self._let_go(visit)
+
     def layer_is_over(self, visit: int) -> None:
         """Layer number `visit` has run."""
         self._of_layer = 0
         # What follows the last layer (a head, a loss) may need more memory than any: where all leave, all are gone.
-        self._let_go(visit, everything=visit == self._last and not self._are_spread)
+        self._let_go(visit, everything=visit == self._last and not self.are_spread)
 
     def _let_go(self, visit: int, *, everything: bool = False) -> None:
         while self._leaving:
@@ -92,3 +100,7 @@ class Traffic:
                 break
             moved += one.nbytes if one.come_back() else 0
         return moved
+
+
+def _nobody() -> None:
+    """In the place of a reference."""

@@ -40,7 +40,9 @@ from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.host_weight import SavedWeight
 from offstage.host_weights import HostWeights
 from offstage.lanes import Lanes
-from offstage.remade_storage import RemadeStorage, Trial, recipe_of
+from offstage.proofs import Trial
+from offstage.recipe import recipe_of
+from offstage.remade_storage import Factors, RemadeStorage
 from offstage.saved_storage import Saved, SavedStorage, Stayed
 from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
@@ -112,6 +114,8 @@ class _Pass:
         """Saved by chosen layers so far."""
         self.left_bytes = 0
         self.remade_bytes = 0
+        self.has_learnt = False
+        """That less has to leave than in the forward before."""
         self.visits = 0
         self.current: Visit | None = None
         self.previous: Visit | None = None
@@ -253,7 +257,7 @@ class ActivationOffload:
         for side in self._sides.values():
             side.bury()
             side.refuse_capture()
-            side.proofs.look(side.lanes)
+            started.has_learnt |= side.proofs.look(side.lanes)
         self._reached = None
         if self._learner is not None:
             self._in_flight.add(started.flight)
@@ -295,6 +299,9 @@ class ActivationOffload:
             started.current = started.previous = None
             del started.flight
             self._last_pass = started
+            if started.has_learnt:
+                for side in self._sides.values():
+                    side.trim()
         if self._weights is not None:
             self._weights.end()
 
@@ -364,8 +371,7 @@ class ActivationOffload:
                 return weight
         is_movable = self.config.activations and self._movable(started, tensor)
         if (visit := started.current) is not None:
-            maker = tensor.grad_fn.name() if tensor.grad_fn is not None else None
-            visit.path = hash((visit.path, maker, tensor.dtype, is_movable))
+            visit.path = hash((visit.path, _maker(visit, tensor), tensor.dtype, is_movable))
         if not is_movable:
             return Stayed(tensor)
         handle = tensor.untyped_storage()._cdata
@@ -386,13 +392,17 @@ class ActivationOffload:
         visit, side = started.current, self._side(tensor.device)
         if visit is None or visit.choice not in (Choice.OFFLOAD, Choice.REMAKE) or not self.config.fraction:
             return SavedStorage(side, tensor)
-        recipe = recipe_of(tensor)
-        if recipe is None:
+        link_is_limit = self._learner is None and self.config.fraction == 1 and not started.traffic.are_spread
+        recipe = recipe_of(tensor, also_dear=link_is_limit)
+        if recipe is None or (recipe.is_dear and not side.is_made_faster(recipe)):
             return SavedStorage(side, tensor)
+        if len(recipe.inputs) == 2:
+            Factors(recipe.inputs)
         key = (*visit.kind, visit.path, recipe.name)
         is_same = side.proofs.verdict(key)
         if is_same:
             remade = RemadeStorage(side, tensor, visit, key, recipe, self._back)
+            started.traffic.remade(remade.nbytes, visit.number)
             started.remade_bytes += remade.nbytes
             self.bytes_remade += remade.nbytes
             if self._learner is not None:
@@ -447,6 +457,8 @@ class ActivationOffload:
         if isinstance(storage, SavedStorage) and storage.trial is not None:
             trial, storage.trial = storage.trial, None
             storage.side.proofs.compare(trial.key, trial.make(self._back), found)
+        if isinstance(kept, Saved) and kept.factors is not None:
+            found = kept.factors.asked(kept, found)
         return found
 
     def _back(self, kept: Any) -> torch.Tensor:
@@ -471,6 +483,13 @@ def _frames() -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def _maker(visit: Visit, tensor: torch.Tensor) -> str | None:
+    """Who made it in this layer. To the layer it does not matter who made what it was given."""
+    if tensor.grad_fn is None or (tensor.layout == torch.strided and tensor.untyped_storage()._cdata in visit.inputs):
+        return None
+    return tensor.grad_fn.name()
 
 
 def _storages(module: nn.Module) -> dict[int, StorageWeakRef]:

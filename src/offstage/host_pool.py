@@ -96,6 +96,14 @@ class HostPool:
             start = gaps.pop(place)[0]
         gaps.insert(place, (start, stop))
 
+    def trim(self) -> list[torch.Tensor]:
+        """Give back to the machine what is not in use. The caller has waited, on the host, for the last copy."""
+        idle = [slab for slab in self._slabs if slab.gaps == [(0, slab.arena.nbytes)]]
+        for slab in idle:
+            slab.arena.close()
+            self._slabs.remove(slab)
+        return [slab.arena.flat for slab in idle]
+
     def close(self) -> None:
         """Give the memory back to the machine, after the last copy."""
         for slab in self._slabs:

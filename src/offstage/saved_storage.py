@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from offstage.activation_side import Side
     from offstage.activation_traffic import Traffic
     from offstage.activations import Visit
-    from offstage.remade_storage import RemadeStorage, Trial
+    from offstage.proofs import Trial
+    from offstage.remade_storage import Factors, RemadeStorage
 
 
 class SavedStorage:
@@ -37,6 +38,7 @@ class SavedStorage:
 
     depth = 0
     """Nothing has to be made for it."""
+    is_remade = False
 
     def __init__(self, side: Side, tensor: torch.Tensor) -> None:
         self.visit: Visit | None = None
@@ -89,6 +91,10 @@ class SavedStorage:
         self._saved -= 1
         if self._is_back:
             self._used -= 1
+
+    def dear_ones(self) -> list[RemadeStorage]:
+        """It is made of nothing."""
+        return []
 
     @property
     def is_worth_it(self) -> bool:
@@ -182,18 +188,25 @@ class SavedStorage:
 class Saved:
     """What autograd keeps in place of one tensor."""
 
-    __slots__ = ("_dtype", "_offset", "_size", "_stride", "storage")
+    __slots__ = ("_dtype", "_offset", "_stride", "factors", "shape", "storage")
 
     def __init__(self, storage: SavedStorage | RemadeStorage, tensor: torch.Tensor) -> None:
         self.storage = storage
-        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.factors: Factors | None = None
+        """If a product has saved it: with the other one."""
+        self.shape = tensor.shape
+        self._dtype, self._stride = tensor.dtype, tensor.stride()
         self._offset = tensor.storage_offset()
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self._dtype.itemsize
 
     def tensor(self) -> torch.Tensor:
         """The tensor as it was saved."""
         found = self.storage.bytes_for_backward()
         made = torch.empty(0, dtype=self._dtype, device=found.device)
-        return made.set_(found.untyped_storage(), self._offset, self._size, self._stride)  # type: ignore[no-any-return]
+        return made.set_(found.untyped_storage(), self._offset, self.shape, self._stride)  # type: ignore[no-any-return]
 
 
 class Stayed:
