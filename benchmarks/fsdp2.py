@@ -8,7 +8,8 @@
 The 2.70B workload on one rank, where FSDP2 has nothing to communicate: each setting first as it is, then with every
 block and the whole under `fully_shard`, in the same process. `ratio_to_unsharded` is the time over that of the same
 setting without FSDP2, and must be within 3%; `ratio` is that over resident state of the same kind. `overlap_forward` is
-not among the settings: FSDP2 gathers weights ahead of their module's forward, so `step()` waits for them.
+not among the settings: FSDP2 gathers weights ahead of their module's forward, so `step()` waits for them. `slots`: how
+many there were: with `update_in_backward` FSDP2 gets more by default, and the last setting gives both the same.
 
 `fetches` is from a profile of one more iteration: how long state was on its way to the device (`fetch_ms`), how much of
 that while backward's own kernels ran (`overlapped_ms`), and while those ran that FSDP2 makes to reduce gradients
@@ -68,8 +69,8 @@ SETTINGS = {
     "in_step": Setting(config=IN_STEP, small=SMALL_CHUNKS),
     "window": Setting(config={**IN_STEP, "window": "8GiB"}, small={**SMALL_CHUNKS, "window": "256KiB"}),
     "in_backward": Setting(config={**IN_STEP, "update_in_backward": True}, clips=False, small=SMALL_CHUNKS),
-    "in_backward_6_slots": Setting(
-        config={**IN_STEP, "update_in_backward": True, "slots": 6}, clips=False, small=SMALL_CHUNKS
+    "in_backward_24_slots": Setting(
+        config={**IN_STEP, "update_in_backward": True, "slots": 24}, clips=False, small=SMALL_CHUNKS
     ),
 }
 
@@ -234,6 +235,7 @@ def measure(name: str, size_name: str, iterations: int, *, with_fsdp2: bool) -> 
             "with_fsdp2": with_fsdp2,
             "size": size_name,
             "config": training.config,
+            "slots": training.optimizer.plan.slots,
             "clips": SETTINGS[name].clips,
             "warm_up": WARM_UP,
             "iterations": iterations,

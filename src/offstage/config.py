@@ -130,8 +130,9 @@ class OffloadConfig:
     chunk_bytes: int | str = "64MiB"
     """Size of a slot: all state keys of one chunk together."""
 
-    slots: int = 3
-    """Device staging buffers. One fetches, one updates, one stores."""
+    slots: int | None = None
+    """Device staging buffers. ``None``: 3, of which one fetches, one updates, one stores; more with
+    `update_in_backward` under FSDP2, where the gradients of a whole group come at once."""
 
     pin_memory: bool = True
     """Register the arenas with the accelerator. Without it copies run several times slower."""
@@ -147,6 +148,11 @@ class OffloadConfig:
         self._check_contradictions()
         if self.host_fraction is not None and self.update_on == "device":
             object.__setattr__(self, "update_on", "auto")
+
+    @property
+    def num_slots(self) -> int:
+        """What `slots` says, or as many as are needed."""
+        return 3 if self.slots is None else self.slots
 
     @property
     def overlaps(self) -> bool:
@@ -180,8 +186,9 @@ class OffloadConfig:
                 f"threads expects a whole number of at least 1; found {threads!r}. Leave it out: affinity, CPU limit "
                 "and ranks per node decide."
             )
-        if not isinstance(self.slots, int) or isinstance(self.slots, bool) or self.slots < 1:
-            raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Use 3.")
+        is_number = isinstance(self.slots, int) and not isinstance(self.slots, bool) and self.slots >= 1
+        if self.slots is not None and not is_number:
+            raise ConfigError(f"slots expects a whole number of at least 1, or None; found {self.slots!r}. Use 3.")
         if self.chunk_bytes < MIN_CHUNK_BYTES:  # type: ignore[operator]
             raise ConfigError(
                 f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {self.chunk_bytes} bytes. "

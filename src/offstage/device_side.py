@@ -71,7 +71,7 @@ class DeviceSide:
         if slot_bytes and (self._pipeline is None or self._pipeline.slot_bytes < slot_bytes):
             if self._pipeline is not None:
                 self._retire(self._pipeline)
-            self._pipeline = Pipeline(lanes, num_slots=self._config.slots, slot_bytes=slot_bytes)
+            self._pipeline = Pipeline(lanes, num_slots=self._config.num_slots, slot_bytes=slot_bytes)
             self._in_use.append(self._pipeline)
         if self._trips is None and any(host.on_host for host, _ in self.host_side.states):
             self._trips = HostTrips(lanes, self._rule, self.device, pin=self._config.pin_memory)
@@ -235,6 +235,11 @@ class DeviceSide:
     def planned_slot_bytes(self) -> int:
         """The size of one slot; 0 without streamed parameters."""
         return self._pipeline.slot_bytes if self._pipeline else 0
+
+    @property
+    def planned_bytes(self) -> int:
+        """Of the ring's own slots together."""
+        return self._pipeline.num_slots * self._pipeline.slot_bytes if self._pipeline else 0
 
     @property
     def slot_bytes(self) -> int:

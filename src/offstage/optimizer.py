@@ -25,6 +25,7 @@ from offstage.dtensor import local_gradient, place_gradient, reshard
 from offstage.engine import Engine
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.flat import flat_like
+from offstage.group_slots import with_slots
 from offstage.held_state import HeldState
 from offstage.host_weights import is_host_weight
 from offstage.interrupts import deferred_interrupts
@@ -90,7 +91,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.config = config
         self.rule = choose_rule(optimizer, config)
         self._shell = shell_of(optimizer)
-        self._places = Places(self.rule, config, names)
+        self._places = Places(self.rule, with_slots(config, model), names)
         self._held, self._engines = self._places.held, self._places.engines
         self._lost: str | None = None
         self.steps = 0
@@ -119,6 +120,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._overlap = Overlap(self, model)
         self._take_over(optimizer)
         logger.info("%s: %s", type(optimizer).__name__, self.plan.summary())
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """What `offload()` was given, while it is alive."""
+        return self._model() if self._model is not None else None
 
     def _take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Move existing state in, parameter by parameter, so that device memory falls while host memory fills."""
@@ -328,7 +334,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _check_in_model(self) -> None:
         """Parameters that left the model get no more gradients: training on would change nothing, silently."""
-        model = self._model() if self._model is not None else None
+        model = self.model
         if model is None:
             return
         reshard(model)

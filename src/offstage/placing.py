@@ -198,7 +198,7 @@ class Places:
         return Plan(
             sizes=tuple(self.size_of(one) for one in states),
             placements=tuple(one.placement for one in states),
-            slots=self._config.slots * len(slots),
+            slots=self._config.num_slots * len(slots),
             slot_bytes=max(slots, default=0),
             window=self._config.window if slots else 0,
             host_slots=HOST_SLOTS * sum(1 for engine in self.engines.values() if engine.staging_bytes),

@@ -164,7 +164,7 @@ def plan_placements(
     return Plan(
         tuple(sizes),
         placements,
-        slots=config.slots if streamed else 0,
+        slots=config.num_slots if streamed else 0,
         slot_bytes=_slot_bytes(streamed, chunk_bytes),
         window=config.window if streamed else 0,
         host_slots=HOST_SLOTS if on_host else 0,
@@ -230,11 +230,11 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
         slot_bytes = window = 0  # nothing comes back to the device
     else:
         window = int(config.window)  # the config refuses "auto" and "all" beside a budget
-    staging = config.slots * slot_bytes + window
+    staging = config.num_slots * slot_bytes + window
     also = f", a window of {format_size(window)}" if window else ""
     need = staging + kept
     if need > budget:
-        slots = f"{config.slots} slots of {format_size(slot_bytes)}{also} and " if staging else ""
+        slots = f"{config.num_slots} slots of {format_size(slot_bytes)}{also} and " if staging else ""
         raise ConfigError(
             f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that stays "
             "resident (parameters under min_bytes, or placed before). Raise it to "
@@ -244,9 +244,10 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
         return budget - staging
     if wanted + staging > budget:
         raise ConfigError(
-            f"fraction={config.fraction} keeps {format_size(wanted)} of state on the device, which with {config.slots} "
-            f"slots of {format_size(slot_bytes)} contradicts device_budget={format_size(budget)}. Raise device_budget "
-            f"to {format_size(wanted + staging, up=True)}, raise fraction, or leave one of the two out."
+            f"fraction={config.fraction} keeps {format_size(wanted)} of state on the device, which with "
+            f"{config.num_slots} slots of {format_size(slot_bytes)} contradicts device_budget={format_size(budget)}. "
+            f"Raise device_budget to {format_size(wanted + staging, up=True)}, raise fraction, or leave one of the two "
+            "out."
         )
     return wanted
 

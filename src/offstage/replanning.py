@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offstage.config import OffloadConfig, format_size, parse_size
 from offstage.errors import ConfigError
+from offstage.group_slots import with_slots
 from offstage.placing import Places
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def budget_under(peak: int, optimizer: OffloadedOptimizer) -> int:
 def moved_places(optimizer: OffloadedOptimizer, old: Places, config: OffloadConfig) -> Places:
     """All state of `old` in new places. The lanes have been drained."""
     groups: Sequence[dict[str, Any]] = optimizer.param_groups
-    new = Places(optimizer.rule, config, old.names)
+    new = Places(optimizer.rule, with_slots(config, optimizer.model), old.names)
     resident = {param: held.resident_tensors() for param, held in old.held.items()}
     try:
         new.place(groups, resident, like=old)

@@ -163,7 +163,7 @@ class Search:
         off_bytes = self.totals.state - kept
         largest = max((size.padded_bytes for size in plan.sizes if not size.splits), default=0)
         chunk = min(max(int(config.chunk_bytes), largest), off_bytes)
-        staging = config.slots * plan.slot_bytes if share < 1.0 else 0
+        staging = config.num_slots * plan.slot_bytes if share < 1.0 else 0
         window = self.window_bytes(config, staging, off_bytes * (1.0 - share))
         second = config.update_in_backward and self.workload.clips
         host = self._host_bytes(plan, part, share, second=second)

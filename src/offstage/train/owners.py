@@ -60,7 +60,7 @@ class Owners:
         ring = window = 0
         for engine in self._optimizer.engines:
             if _same(engine.device, self._device):
-                own = min(engine.slot_bytes, self._optimizer.config.slots * engine.planned_slot_bytes)
+                own = min(engine.slot_bytes, engine.planned_bytes)
                 ring, window = ring + own, window + engine.slot_bytes - own
         return ring, window
 

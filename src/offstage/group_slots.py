@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`with_slots`: how many slots, where nobody has said. Asked by whoever places state.
+
+One chunk is fetched, one updated, one stored: three slots keep the link busy as long as updates come one after the
+other. Under FSDP2 they come in bursts: it hands over the gradients of a whole group at once, when the group's backward
+is over. So with `update_in_backward` there are as many slots as the largest group's state fills, up to a limit. Among
+many ranks a rank's part of a group is small, and three remain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from offstage.config import OffloadConfig
+from offstage.dtensor import local_of
+
+_MOST = 24
+_ELEMENT_BYTES = 12
+"""A master weight and two moments."""
+
+
+def with_slots(config: OffloadConfig, model: nn.Module | None) -> OffloadConfig:
+    """`config` with a number of slots for `model`. A limit on device memory leaves it at the few that are needed."""
+    is_limited = config.device_budget is not None or config.device_peak is not None
+    if config.slots is not None or not config.update_in_backward or is_limited or model is None:
+        return config
+    filled = math.ceil(_ELEMENT_BYTES * _largest_group(model) / int(config.chunk_bytes))
+    return dataclasses.replace(config, slots=max(config.num_slots, min(_MOST, filled)))
+
+
+def _largest_group(model: nn.Module) -> int:
+    """Elements of this rank, of the parameters whose gradients FSDP2 reduces together; 0 without it."""
+    largest = 0
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            inner = {id(param) for one in _groups_below(module) for param in one.parameters()}
+            own = [param for param in module.parameters() if id(param) not in inner and param.requires_grad]
+            largest = max(largest, sum(local_of(param).numel() for param in own))
+    return largest
+
+
+def _groups_below(module: nn.Module) -> list[nn.Module]:
+    return [one for one in module.modules() if one is not module and isinstance(one, FSDPModule)]
