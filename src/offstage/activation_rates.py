@@ -76,7 +76,7 @@ def measure_remaking(lanes: Lanes) -> float:
 
 def measure_product(lanes: Lanes, dtype: torch.dtype) -> float:
     """Multiplications per second of a matrix product."""
-    side = 4096
+    side = 2048
     one, other = torch.zeros(2, side, side, dtype=dtype, device=lanes.device)
     torch.mm(one, other)  # the first time is slower
     start = lanes.stamp(Lane.CALLER)

@@ -48,7 +48,8 @@ class Side:
             return True  # there is no link
         if recipe.dtype not in self._products:
             self._products[recipe.dtype] = measure_product(self.lanes, recipe.dtype)
-        return recipe.multiplications / self._products[recipe.dtype] < recipe.nbytes / (1e9 * self.link_gb_per_s)
+        twice = 2 * recipe.multiplications  # at most
+        return twice / self._products[recipe.dtype] < recipe.nbytes / (1e9 * self.link_gb_per_s)
 
     def refuse_capture(self) -> None:
         if self.lanes.capturing():

@@ -313,11 +313,12 @@ class ActivationOffload:
         last = self._last_pass
         if not is_idle or not wanted or self._learner is not None or last is None:
             return
-        why = (
-            f"what they save is smaller than min_bytes={format_size(int(self.config.min_bytes))}. Lower min_bytes"
-            if last.visits
-            else "the forward of none of them was seen. Name the modules that run, as in layers=[...]"
-        )
+        if not last.visits:
+            why = "the forward of none of them was seen. Name the modules that run, as in layers=[...]"
+        elif last.seen_bytes:
+            why = f"fraction={self.config.fraction} of what they save is less than any tensor of it. Raise fraction"
+        else:
+            why = f"what they save is smaller than min_bytes={format_size(int(self.config.min_bytes))}. Lower min_bytes"
         raise OffloadIneffectiveError(
             f"offload_activations() has moved nothing in {_IDLE_PASSES} forwards of {len(self._layers)} layers: {why}, "
             "or leave out offload_activations()."

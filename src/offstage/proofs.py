@@ -5,8 +5,8 @@
 `.data`. So a result that was written to could be made again as it was before. Therefore the first time that a layer of
 some kind saves a result, it moves like everything else, and is made again beside it in backward: only if the bits are
 the same it is not moved from then on. And each time a sum over its bits is taken before it goes, and compared with that
-of what was made again: who begins to write later is found out, two forwards later, since nobody waits for the answer,
-and training stops.
+of what was made again: who begins to write later is found out, unless numbers only change places. That is two forwards
+later, since nobody waits for the answer, and training stops.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ class Proofs:
         """On its way to the host: whether any of them did."""
         self._places: deque[torch.Tensor] = deque()
         """For sums, one number each."""
+        self._is_last = False
+        """No forward comes that would ask."""
 
     def verdict(self, key: Key) -> bool | None:
         """`None`: not known."""
@@ -83,7 +85,7 @@ class Proofs:
         _add(self._says_something, key, found.ne(0).any())
 
     def take_digest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over what is saved. Given back when it was compared, or when nobody needs it any more."""
+        """The sum over what is saved. Given back when nobody needs it any more."""
         if not self._places:  # together: alone each would take what the allocator gives at least
             self._places.extend(torch.empty(_PLACES, dtype=torch.int64, device=tensor.device).unbind())
         return digest_of(tensor, self._places.popleft())
@@ -95,7 +97,8 @@ class Proofs:
     def watch(self, key: Key, made: torch.Tensor, digest: torch.Tensor) -> None:
         """`digest`: of what was saved, and is gone."""
         _add(self._watched, key, digest_of(made).ne(digest))
-        self.give_back(digest)
+        if self._is_last:
+            self.look_at_all()
 
     def look(self, lanes: Lanes) -> bool:
         """A forward begins: what has been found out? Waits for the device in the first iterations only.
@@ -124,7 +127,8 @@ class Proofs:
         return sum(self._are_same.values()) > known
 
     def look_at_all(self) -> None:
-        """The same for everything so far. Waits for the device."""
+        """The same for everything so far, and from now on at once. Waits for the device."""
+        self._is_last = True
         asked = self._answer[0] if self._answer is not None else {}
         watched, self._watched, self._answer = self._watched, {}, None
         for one in (asked, watched):
@@ -155,7 +159,7 @@ def _named(key: Key) -> str:
 def _why(key: Key) -> str:
     written = "was written to without autograd's knowledge (by a collective, through .data)"
     is_product = operation_of(str(key[-1])) == operation_of("MmBackward0")
-    return f"{written}, or has other bits each time it is computed" if is_product else written
+    return f"{written}, or its weight was, or it has other bits each time it is computed" if is_product else written
 
 
 @torch.no_grad()

@@ -40,12 +40,12 @@ class Recipe:
         """How many results have to be made for it, of those that nobody keeps."""
         self.dtype, self.nbytes = made.dtype, made.nbytes
         self._operation = operation
-        self._device_type, self._shape, self._stride = made.device.type, made.shape, made.stride()
+        self._device_type, self._numel = made.device.type, made.numel()
 
     @property
     def multiplications(self) -> int:
         """Of a matrix product."""
-        return self._shape.numel() * self.inputs[0].shape[-1] if self.is_dear else 0
+        return self._numel * self.inputs[0].shape[-1] if self.is_dear else 0
 
     def expect(self) -> None:
         """It will be made once more: so its inputs will be asked for."""
@@ -62,12 +62,13 @@ class Recipe:
         if any(one.numel() and not one.untyped_storage().nbytes() for one in inputs):
             raise OffstageError(
                 f"What {operation_of(self.name)} has made cannot be made again: its weight is not on the device when "
-                "backward begins to need the result, though it was in the first iteration. Let whoever shards or "
-                "offloads weights treat the layer as one unit, or leave that layer out of layers."
+                "backward needs the result; expected it there. Let whoever shards or offloads weights bring it for the "
+                "layers behind it as well, or leave that layer out of layers."
             )
         with torch.no_grad(), torch.autocast(self._device_type, enabled=False):  # what had to be cast was, before
-            made = self._operation(*inputs).view(self._shape)
-        assert made.stride() == self._stride, "inputs with the strides that they had lead to those it had"
+            made = self._operation(*inputs)
+        assert made.is_contiguous(), "inputs with the strides that they had lead to what was contiguous before"
+        assert made.nbytes == self.nbytes
         return made
 
 
@@ -106,15 +107,16 @@ def _dear(made: torch.Tensor, node: Any) -> Recipe | None:
     if node is None or node.name() not in _DEAR:
         return None
     one, other = (getattr(node, f"_raw_saved_{name}").data for name in _DEAR[node.name()])
-    # Of a tensor that returns, or is here: not of one that has to be made first. The weight is where it was and has not
-    # changed: this layer's own backward, which comes later, needs it as well.
+    # Of a tensor that returns, or is here: not of one that has to be made first. The weight has not changed: this
+    # layer's own backward, which comes later, needs it as well.
     if not isinstance(one, Saved) or one.storage.is_remade or not isinstance(other, Stayed):
         return None
     if node.name() == "MmBackward0":
         return Recipe(made, node.name(), torch.mm, [one, other])
-    bias = getattr(node.next_functions[0][0], "variable", None)  # autograd does not save it
+    bias = getattr(node.next_functions[0][0], "variable", None)
     if type(bias) is not nn.Parameter:
         return None
+    bias = bias.detach().clone()  # autograd does not save it: it may change
     operation = functools.partial(_addmm, beta=node._saved_beta, alpha=node._saved_alpha)
     return Recipe(made, node.name(), operation, [one, other, Stayed(bias)])
 

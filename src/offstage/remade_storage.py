@@ -43,7 +43,7 @@ class RemadeStorage:
         self.depth: int = recipe.depth
         self.is_dear = recipe.is_dear
         self._key, self._recipe, self._unpack = key, recipe, unpack
-        self._digest: torch.Tensor | None = side.proofs.take_digest(tensor)
+        self._digest = side.proofs.take_digest(tensor)
         self._alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._bytes: torch.Tensor | None = None
         """If it is dear: from the first operation that needs it to the last."""
@@ -91,9 +91,7 @@ class RemadeStorage:
 
     def _make(self) -> torch.Tensor:
         made = self._recipe.make(self._unpack)
-        if self._digest is not None:
-            self.side.proofs.watch(self._key, made, self._digest)
-            self._digest = None
+        self.side.proofs.watch(self._key, made, self._digest)
         return bytes_of(made)
 
     def dear_ones(self) -> list[RemadeStorage]:
@@ -128,9 +126,9 @@ class Factors:
     """The two that a product has saved. See [Note: dear ones]."""
 
     def __init__(self, both: Sequence[Saved]) -> None:
-        whole = [kept.storage for kept in both if kept.nbytes >= kept.storage.nbytes]  # needed as they are
         dear = dict.fromkeys(dear for kept in both for dear in kept.storage.dear_ones())
-        self._made_of = [one for one in dear if one not in whole]
+        # Not one of which all is needed.
+        self._made_of = [one for one in dear if sum(kept.nbytes for kept in both if kept.storage is one) < one.nbytes]
         self._num_asked = 0
         if self._made_of:
             for kept in both:
