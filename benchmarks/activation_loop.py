@@ -152,7 +152,7 @@ class Bench:
         self, model: nn.Module, config: Mapping[str, Any], layers: Sequence[nn.Module] | None = None
     ) -> ActivationOffload:
         named = {} if layers is None else {"layers": layers}
-        return offload_activations(model, **({} if self.is_full else SMALL_TENSORS), **config, **named)
+        return offload_activations(model, **{**({} if self.is_full else SMALL_TENSORS), **config, **named})
 
     def measure(
         self,
@@ -231,6 +231,7 @@ def moved(handle: ActivationOffload) -> Row:
         "left_bytes": receipt.bytes_left,
         "stayed_gib": gib(receipt.bytes_stayed),
         "remade_gib": gib(receipt.bytes_remade),
+        "remade_bytes": receipt.bytes_remade,
         "returned_per_forward_gib": gib(receipt.total_bytes_returned // max(1, receipt.passes)),
         "host_pool_gib": gib(receipt.host_bytes),
         **({} if plan is None else {"plan": str(plan), "predicted_peak_gib": gib(plan.peak_bytes)}),

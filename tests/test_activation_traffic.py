@@ -115,7 +115,7 @@ def test_named_layers_are_not_waited_for_in_the_middle(seed, monkeypatch):
     ],
 )
 def test_what_returns_ahead_is_no_more_than_keeps_the_link_busy(busy, prefetch, most, seed, monkeypatch):
-    monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", busy)
+    monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", 2 * busy)
     with on_lanes(seed):
         _, in_backward = passed(monkeypatch, Wide, keep_last=0, prefetch=prefetch)
         assert in_backward == INPUT + most

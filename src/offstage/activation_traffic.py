@@ -4,8 +4,8 @@
 A storage that leaves is let go, and its memory is free, when so many bytes have left after it that its copy has
 probably arrived, or when so many layers have run: the caller's stream then waits for the copy, and seldom long. How
 many bytes, depends on how the layers that leave lie. Where some do, with others between them, one layer's tensors have
-until the next such layer's: `prefetch` times the largest. Where all do, the link is the limit anyway, and a few copies
-keep it busy. Used by `activations.py`.
+until the next such layer's: `prefetch` times the largest. Where all do, a few copies keep the link busy; fewer still
+where they leave whole, so that the link is the limit, and matrix products are computed again. Used by `activations.py`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from offstage.activation_plan import Choice
+from offstage.config import ActivationConfig
 from offstage.saved_storage import SavedStorage
 
-_KEEPS_THE_LINK_BUSY = 128 * 1024 * 1024
+_KEEPS_THE_LINK_BUSY = 256 * 1024 * 1024
 
 
 class Traffic:
     """Of one forward and its backward."""
 
     def __init__(
-        self, choices: Sequence[Choice], prefetch: int, num_layers: int, *, largest: int, num_visits: int
+        self, choices: Sequence[Choice], config: ActivationConfig, num_layers: int, *, largest: int, num_visits: int
     ) -> None:
         """`num_layers`: of the model, where `choices` may be of some that were named. Of the forward before:
         `largest`, the bytes that one layer sent away, and `num_visits`, how many layers ran."""
+        prefetch = config.prefetch
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
-        self.are_spread = num_layers > offloaded + prefetch > prefetch
+        self._are_spread = num_layers > offloaded + prefetch > prefetch
         """Others between those that leave: the link has time."""
+        self.link_is_limit = not self._are_spread and config.fraction == 1 and config.layers != "auto"
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._last = num_visits - 1
@@ -47,7 +50,8 @@ class Traffic:
     def _room(self) -> int:
         """Bytes that may be on their way beside the storage in question."""
         largest = max(self.largest, self._expected)
-        return self._prefetch * (largest if self.are_spread else min(largest, _KEEPS_THE_LINK_BUSY))
+        enough = _KEEPS_THE_LINK_BUSY // 2 if self.link_is_limit else _KEEPS_THE_LINK_BUSY
+        return self._prefetch * (largest if self._are_spread else min(largest, enough))
 
     # Forward
 
@@ -63,7 +67,7 @@ class Traffic:
 
     def remade(self, nbytes: int, visit: int) -> None:
         """So much was saved that does not leave: what has left before had that time, and its memory is needed."""
-        if not self.are_spread:
+        if self.link_is_limit:
             self._leaving.append((_nobody, nbytes, visit))
             self._leaving_bytes += nbytes
             self._let_go(visit)
@@ -72,7 +76,7 @@ class Traffic:
         """Layer number `visit` has run."""
         self._of_layer = 0
         # What follows the last layer (a head, a loss) may need more memory than any: where all leave, all are gone.
-        self._let_go(visit, everything=visit == self._last and not self.are_spread)
+        self._let_go(visit, everything=visit == self._last and not self._are_spread)
 
     def _let_go(self, visit: int, *, everything: bool = False) -> None:
         while self._leaving:

@@ -275,7 +275,7 @@ class ActivationOffload:
     def _traffic(self) -> Traffic:
         return Traffic(
             self._choices,
-            self.config.prefetch,
+            self.config,
             self._num_layers,
             largest=self._largest,
             num_visits=self._num_visits or len(self._choices),
@@ -393,8 +393,7 @@ class ActivationOffload:
         visit, side = started.current, self._side(tensor.device)
         if visit is None or visit.choice not in (Choice.OFFLOAD, Choice.REMAKE) or not self.config.fraction:
             return SavedStorage(side, tensor)
-        link_is_limit = self._learner is None and self.config.fraction == 1 and not started.traffic.are_spread
-        recipe = recipe_of(tensor, also_dear=link_is_limit)
+        recipe = recipe_of(tensor, also_dear=started.traffic.link_is_limit)
         if recipe is None or (recipe.is_dear and not side.is_made_faster(recipe)):
             return SavedStorage(side, tensor)
         if len(recipe.inputs) == 2:
