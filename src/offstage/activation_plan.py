@@ -69,9 +69,10 @@ class ActivationPlan:
         return self.choices.count(choice)
 
     def __str__(self) -> str:
+        kept = self.count(Choice.KEEP)
         remade = f"{self.count(Choice.REMAKE)} remake, " if self.count(Choice.REMAKE) else ""
         return (
-            f"{self.count(Choice.KEEP)} layers keep, {remade}{self.count(Choice.OFFLOAD)} offload, "
+            f"{kept} {'layer keeps' if kept == 1 else 'layers keep'}, {remade}{self.count(Choice.OFFLOAD)} offload, "
             f"{self.count(Choice.RECOMPUTE)} recompute: predicted peak {format_size(self.peak_bytes)}, "
             f"{self.added_ms:.1f} ms added per iteration. {self.reason}"
         )
