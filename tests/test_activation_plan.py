@@ -181,7 +181,7 @@ def test_what_is_made_again_is_neither_kept_nor_moved():
     little = plan_of(12_700, layers=GATED, rate=0.1)  # a link that carries next to nothing
     assert little.choices == (Choice.REMAKE,) * 7 + (Choice.KEEP,)
     assert little.added_ms == pytest.approx(7 * 0.4)
-    assert "1 layers keep, 7 remake, 0 offload, 0 recompute" in str(little)
+    assert "1 layer keeps, 7 remake, 0 offload, 0 recompute" in str(little)
     some, without = plan_of(9_000, layers=GATED), plan_of(9_000)
     assert some.count(Choice.OFFLOAD) > 4  # the link carries four of the others
     assert some.count(Choice.RECOMPUTE) < without.count(Choice.RECOMPUTE)
