@@ -8,6 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import offstage
+from offstage.config import OffloadConfig
+from offstage.planner import make_plan
+from tests.machines import machine
 
 WIDTH = 64
 STATE = 12 * WIDTH * WIDTH
@@ -75,3 +78,9 @@ def test_it_is_the_same_after_replan(process_group):
         optimizer.replan(**changes)
         assert optimizer.plan.slots == slots
     optimizer.close()
+
+
+def test_a_plan_has_as_many(process_group):
+    model = model_of()
+    config = OffloadConfig(min_bytes=0, chunk_bytes=CHUNK, update_in_backward=True)
+    assert make_plan(model, machine(), config).slots == slots_of(model, update_in_backward=True) == 6

@@ -42,7 +42,7 @@ from offstage.host_weights import HostWeights
 from offstage.lanes import Lanes
 from offstage.proofs import Trial
 from offstage.recipe import recipe_of
-from offstage.remade_storage import Factors, RemadeStorage
+from offstage.remade_storage import RemadeStorage, join_factors
 from offstage.saved_storage import Saved, SavedStorage, Stayed
 from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
@@ -397,7 +397,7 @@ class ActivationOffload:
         if recipe is None or (recipe.is_dear and not side.is_made_faster(recipe)):
             return SavedStorage(side, tensor)
         if len(recipe.inputs) == 2:
-            Factors(recipe.inputs)
+            join_factors(recipe.inputs)
         key = (*visit.kind, visit.path, recipe.name)
         is_same = side.proofs.verdict(key)
         if is_same:

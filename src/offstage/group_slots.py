@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`with_slots`: how many slots, where nobody has said. Asked by whoever places state.
+"""`with_slots`: how many slots, where nobody has said. Asked by whoever places state, or plans to.
 
 One chunk is fetched, one updated, one stored: three slots keep the link busy as long as updates come one after the
 other. Under FSDP2 they come in bursts: it hands over the gradients of a whole group at once, when the group's backward

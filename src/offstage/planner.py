@@ -11,8 +11,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from offstage.config import OffloadConfig, format_size
 from offstage.errors import ConfigError, HostMemoryError
+from offstage.group_slots import with_slots
 from offstage.plan import ParamSize, Placement, Plan, plan_placements
 from offstage.predict import CHOSEN, Candidate, Prediction, Workload
 from offstage.search import Search
@@ -36,7 +39,8 @@ def make_plan(
     `model_or_sizes` is a model (the meta device will do), a state dict, `ParamSize`s, or a mapping from names to shapes
     or numbers of elements. Without `world` the model is on one device; without `workload` nothing hides the updates.
     """
-    config = config or OffloadConfig()
+    model = model_or_sizes if isinstance(model_or_sizes, nn.Module) else None
+    config = with_slots(config or OffloadConfig(), model)
     world = world or World(ranks_per_host=machine.ranks_on_host)
     search = Search(
         world.share_of(_on_one_device(param_sizes(model_or_sizes, config))), machine, config, world, workload

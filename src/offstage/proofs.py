@@ -86,9 +86,11 @@ class Proofs:
 
     def take_digest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over what is saved. Given back when nobody needs it any more."""
-        if not self._places:  # together: alone each would take what the allocator gives at least
-            self._places.extend(torch.empty(_PLACES, dtype=torch.int64, device=tensor.device).unbind())
-        return digest_of(tensor, self._places.popleft())
+        while True:
+            try:
+                return digest_of(tensor, self._places.popleft())
+            except IndexError:  # together: alone each would take what the allocator gives at least
+                self._places.extend(torch.empty(_PLACES, dtype=torch.int64, device=tensor.device).unbind())
 
     def give_back(self, digest: torch.Tensor) -> None:
         self._places.append(digest)

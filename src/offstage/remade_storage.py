@@ -122,17 +122,23 @@ class RemadeStorage:
             self.side.proofs.give_back(digest)
 
 
-class Factors:
-    """The two that a product has saved. See [Note: dear ones]."""
+def join_factors(both: Sequence[Saved]) -> None:
+    """A product has saved these two, and its backward will ask for both at once."""
+    dear = dict.fromkeys(one for kept in both for one in kept.storage.dear_ones())
+    # Not one of which all is needed.
+    made_of = [one for one in dear if sum(kept.nbytes for kept in both if kept.storage is one) < one.nbytes]
+    if made_of:
+        factors = Factors(made_of)
+        for kept in both:
+            kept.factors = factors
 
-    def __init__(self, both: Sequence[Saved]) -> None:
-        dear = dict.fromkeys(dear for kept in both for dear in kept.storage.dear_ones())
-        # Not one of which all is needed.
-        self._made_of = [one for one in dear if sum(kept.nbytes for kept in both if kept.storage is one) < one.nbytes]
+
+class Factors:
+    """The two that a product has saved, of which something is let go: see [Note: dear ones]."""
+
+    def __init__(self, made_of: Sequence[RemadeStorage]) -> None:
+        self._made_of = made_of
         self._num_asked = 0
-        if self._made_of:
-            for kept in both:
-                kept.factors = self
 
     def asked(self, kept: Saved, found: torch.Tensor) -> torch.Tensor:
         """The product's backward has asked for `kept`, which is `found`. What it gets instead."""
