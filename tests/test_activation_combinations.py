@@ -410,6 +410,23 @@ def test_layers_that_are_not_called_are_an_error():
             model(batch(3))
 
 
+def test_layers_that_save_nothing_that_could_move_are_an_error():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x):
+            return x + self.scale
+
+    model = Stack(Scaled)
+    with offload_activations(model, layers=model.layers[1:], min_bytes=0):
+        for number in range(3):
+            model(batch(number)).backward()
+        with pytest.raises(OffloadIneffectiveError, match="they save nothing but parameters and tensor subclasses"):
+            model(batch(3))
+
+
 @pytest.mark.parametrize("config", [{"layers": 0}, {"fraction": 0.0}, {"keep_last": 5}])
 def test_asked_for_nothing_is_no_error(config):
     model = transformer()

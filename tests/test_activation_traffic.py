@@ -104,6 +104,44 @@ def test_named_layers_are_not_waited_for_in_the_middle(seed, monkeypatch):
         assert waits[-1] == INPUT + INPUT + GATE_UP + INPUT + 2 * GATE_UP  # its own, those of a layer that stays
 
 
+@pytest.mark.parametrize(
+    ("config", "is_limit"),
+    [
+        ({"keep_last": 0}, True),
+        ({}, True),
+        ({"keep_last": 2}, True),
+        ({"layers": 4}, True),
+        ({"layers": 3}, False),
+        ({"layers": 3, "prefetch": 2}, False),  # none is between them, but the link has time
+        ({"layers": 0}, False),
+        ({"fraction": 0.9}, False),
+    ],
+)
+def test_matrix_products_are_computed_again_only_where_all_leave(config, is_limit):
+    torch.manual_seed(0)
+    model = Stack(Gated, 5)
+    handle = offload_activations(model, min_bytes=0, **config)
+    for _ in range(3):
+        model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
+    receipt = handle.receipt()
+    assert (receipt.bytes_remade > 4 * GATE_UP) is is_limit  # of at most five layers: silu and products make one each
+
+
+def test_removed_its_host_memory_is_given_back():
+    model = Stack(Gated, 5)
+    handle = offload_activations(model, min_bytes=0)
+    model(torch.randn(1, TOKENS, WIDTH)).backward()
+    loss = model(torch.randn(1, TOKENS, WIDTH))
+    assert handle.host_bytes
+    handle.remove()
+    assert handle.host_bytes  # a backward is still to come
+    loss.backward()
+    handle.remove()
+    del loss
+    handle.remove()
+    assert handle.host_bytes == 0
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("busy", "prefetch", "most"),

@@ -64,6 +64,14 @@ def test_nobody_else_gets_more(process_group):
     assert slots_of(model_of(), update_in_backward=True, device_budget="128KiB") == 3
 
 
+def test_a_group_of_several_modules(process_group):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    assert slots_of(model, update_in_backward=True) == 6
+
+
 def test_frozen_parameters_have_no_state(process_group):
     model = model_of(linears=2)
     for block in model[:-1]:

@@ -98,7 +98,7 @@ BAD_SETTINGS = {
         {**SMALL, "host_budget": "10KiB"},
         ["host_budget of 10.0 KiB", "of state", "Raise it to", "lower fraction"],
     ),
-    "slots": ({"slots": 0}, ["slots", "0", "at least 1", "Use 3"]),
+    "slots": ({"slots": 0}, ["slots", "0", "at least 1", "Leave it out"]),
     "chunk too small": ({"chunk_bytes": 100}, ["chunk_bytes", "100", "at least 16.0 KiB"]),
     "size": ({"chunk_bytes": "64 furlongs"}, ["chunk_bytes", "'64 furlongs'", "such as '8GiB'"]),
     "size negative": ({"min_bytes": -1}, ["min_bytes", "-1", "at least 0"]),

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each layer's activations: kept, offloaded, or recomputed. Pure; asked by `activations.py`.
+"""What becomes of each layer's activations: kept, remade, offloaded, or recomputed. Pure; asked by `activations.py`.
 
 `choose` finds the mix that fits a peak at the least cost. Keeping costs memory, recomputing costs a forward, offloading
-costs nothing as long as the link carries it while the device computes; making again what one kernel makes costs next to
-nothing and saves little. So what is kept is kept without that, the link is used for what it can carry under forward and
+costs nothing as long as the link carries it while the device computes; making again what one kernel makes costs little
+and saves little. So what is kept is kept without that, the link is used for what it can carry under forward and
 backward, and the rest is recomputed; more is offloaded only where even that does not fit.
 """
 

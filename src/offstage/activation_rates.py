@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plan of activations needs to know of the machine: how fast tensors move, and how fast they are made again.
+"""What has to be known of the machine to choose: how fast tensors move, and how fast they are made again.
 
 Each is measured once, in a few milliseconds for which the host waits. Used by `activation_side.py`.
 """

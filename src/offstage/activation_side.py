@@ -43,13 +43,13 @@ class Side:
         return measure_remaking(self.lanes)
 
     def is_made_faster(self, recipe: Recipe) -> bool:
-        """Whether the device makes it, a matrix product, in less time than the link takes to carry it."""
+        """Whether the device makes it, a matrix product, in less time than the link takes to carry it, even twice."""
         if self.lanes.device.type == "cpu":
             return True  # there is no link
         if recipe.dtype not in self._products:
             self._products[recipe.dtype] = measure_product(self.lanes, recipe.dtype)
-        twice = 2 * recipe.multiplications  # at most
-        return twice / self._products[recipe.dtype] < recipe.nbytes / (1e9 * self.link_gb_per_s)
+        seconds = 2 * recipe.multiplications / self._products[recipe.dtype]
+        return seconds < recipe.nbytes / (1e9 * self.link_gb_per_s)
 
     def refuse_capture(self) -> None:
         if self.lanes.capturing():
@@ -59,7 +59,8 @@ class Side:
             )
 
     def trim(self) -> None:
-        """Host memory that was needed before some results were known to be the same when they are made again."""
+        """Give back host memory that nobody uses. Waits for the device."""
+        self.bury()
         self.lanes.synchronize("trim: the host memory is not in use")
         self.lanes.touch_on_host(writes=self.pool.trim())
 

@@ -31,9 +31,10 @@ class Traffic:
         `largest`, the bytes that one layer sent away, and `num_visits`, how many layers ran."""
         prefetch = config.prefetch
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
-        self._are_spread = num_layers > offloaded + prefetch > prefetch
+        all_leave = offloaded >= num_layers - max(1, config.keep_last)
+        self._are_spread = num_layers > offloaded + prefetch > prefetch and not all_leave
         """Others between those that leave: the link has time."""
-        self.link_is_limit = not self._are_spread and config.fraction == 1 and config.layers != "auto"
+        self.link_is_limit = all_leave and config.fraction == 1 and config.layers != "auto"
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._last = num_visits - 1

@@ -2,10 +2,11 @@
 """`offload_activations`: tensors that autograd saves in forward leave for host memory, and return before backward.
 
 Read this first. While the model's forward runs, autograd hands every tensor that it saves to `_pack`; what belongs to a
-chosen layer and is worth it leaves at once on the store lane, and its device memory is let go a layer later, when the
-copy has probably arrived. When backward reaches a layer it finds its tensors on their way back (`_unpack`), and sends
-for those of the layer before it. What one storage does on this way is in `saved_storage.py`; host memory comes from
-`host_pool.py`. Nothing is done while evaluating: autograd saves nothing then.
+chosen layer and is worth it leaves at once on the store lane, and its device memory is let go a little later, when the
+copy has probably arrived. When backward asks for a tensor it finds it on its way back (`_unpack`), and sends for those
+that it will ask for next (`activation_traffic.py`). What one storage does on this way is in `saved_storage.py`; what is
+made again instead, in `remade_storage.py`; host memory comes from `host_pool.py`. Nothing is done while evaluating:
+autograd saves nothing then.
 
 [Note: whose tensor is it] A layer that is checkpointed saves only its inputs, just before it runs, or (reentrant
 checkpointing) just after. So what is saved between two layers waits until the next one begins, and leaves if it is an
@@ -14,6 +15,7 @@ input of one of the two and that one is chosen.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -178,7 +180,10 @@ class ActivationOffload:
                 self._handles.append(Recomputing(layer, owner))
 
     def remove(self) -> None:
-        """Take the hooks off and give host memory back, after the last copy. Forwards that wait for backward go on."""
+        """Take the hooks off and give host memory back, after the last copy. Forwards that wait for backward go on.
+
+        Waits for the device.
+        """
         if self._weights is not None and torch._C._current_graph_task_id() != -1:
             raise OffstageError(
                 "remove() was called in backward, which needs weights that live on the host; expected it before or "
@@ -195,7 +200,10 @@ class ActivationOffload:
         if model is not None:
             model._offstage_activations = None  # type: ignore[assignment]
         for side in self._sides.values():
-            side.proofs.look_at_all()
+            side.trim()
+        with contextlib.ExitStack() as all_sides:  # each, whatever another one raises
+            for side in self._sides.values():
+                all_sides.callback(side.proofs.look_at_all)
 
     def __enter__(self) -> ActivationOffload:
         return self
@@ -317,8 +325,10 @@ class ActivationOffload:
             why = "the forward of none of them was seen. Name the modules that run, as in layers=[...]"
         elif last.seen_bytes:
             why = f"fraction={self.config.fraction} of what they save is less than any tensor of it. Raise fraction"
-        else:
+        elif int(self.config.min_bytes):
             why = f"what they save is smaller than min_bytes={format_size(int(self.config.min_bytes))}. Lower min_bytes"
+        else:
+            why = "they save nothing but parameters and tensor subclasses. Name other modules, as in layers=[...]"
         raise OffloadIneffectiveError(
             f"offload_activations() has moved nothing in {_IDLE_PASSES} forwards of {len(self._layers)} layers: {why}, "
             "or leave out offload_activations()."
@@ -396,7 +406,7 @@ class ActivationOffload:
         recipe = recipe_of(tensor, also_dear=started.traffic.link_is_limit)
         if recipe is None or (recipe.is_dear and not side.is_made_faster(recipe)):
             return SavedStorage(side, tensor)
-        if len(recipe.inputs) == 2:
+        if recipe.has_factors:
             join_factors(recipe.inputs)
         key = (*visit.kind, visit.path, recipe.name)
         is_same = side.proofs.verdict(key)

@@ -132,7 +132,8 @@ class OffloadConfig:
 
     slots: int | None = None
     """Device staging buffers. ``None``: 3, of which one fetches, one updates, one stores; more with
-    `update_in_backward` under FSDP2, where the gradients of a whole group come at once."""
+    `update_in_backward` under FSDP2, where the gradients of a whole group come at once, unless `device_budget` or
+    `device_peak` limits them."""
 
     pin_memory: bool = True
     """Register the arenas with the accelerator. Without it copies run several times slower."""
@@ -151,7 +152,7 @@ class OffloadConfig:
 
     @property
     def num_slots(self) -> int:
-        """What `slots` says, or as many as are needed."""
+        """What `slots` says, or the fewest that keep the link busy; `group_slots.py` knows when more are needed."""
         return 3 if self.slots is None else self.slots
 
     @property
@@ -188,7 +189,7 @@ class OffloadConfig:
             )
         is_number = isinstance(self.slots, int) and not isinstance(self.slots, bool) and self.slots >= 1
         if self.slots is not None and not is_number:
-            raise ConfigError(f"slots expects a whole number of at least 1, or None; found {self.slots!r}. Use 3.")
+            raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Leave it out.")
         if self.chunk_bytes < MIN_CHUNK_BYTES:  # type: ignore[operator]
             raise ConfigError(
                 f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {self.chunk_bytes} bytes. "
@@ -299,7 +300,7 @@ class ActivationConfig:
 
     layers: int | Sequence[nn.Module] | Literal["auto"] | None = None
     """How many layers' tensors leave, spread over the model; or the layers themselves. `None`: all but `keep_last`.
-    `"auto"`: each layer keeps, offloads or recomputes, whatever fits `device_peak` at the least cost."""
+    `"auto"`: each layer keeps, remakes, offloads or recomputes, whatever fits `device_peak` at the least cost."""
     fraction: float = 1.0
     """The share of the chosen layers' saved bytes that leaves."""
     min_bytes: int | str = "1MiB"

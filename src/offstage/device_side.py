@@ -121,7 +121,8 @@ class DeviceSide:
         except torch.OutOfMemoryError as error:
             error.add_note(
                 f"offstage: {self._pipeline.num_slots} slots of {format_size(self._pipeline.slot_bytes)} did not fit "
-                f"on {self.device}. Nothing was changed. Lower chunk_bytes or slots, or free device memory."
+                f"on {self.device}. Nothing was changed. Lower chunk_bytes or slots (3 are enough), or free device "
+                "memory."
             )
             self._name_budget(error, self._pipeline.missing_bytes)
             raise

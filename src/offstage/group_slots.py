@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from offstage.config import OffloadConfig
 from offstage.dtensor import local_of
 
 _MOST = 24
 _ELEMENT_BYTES = 12
-"""A master weight and two moments."""
+"""A master weight and two moments: most optimizers have no more."""
 
 
 def with_slots(config: OffloadConfig, model: nn.Module | None) -> OffloadConfig:
@@ -34,14 +37,15 @@ def with_slots(config: OffloadConfig, model: nn.Module | None) -> OffloadConfig:
 
 def _largest_group(model: nn.Module) -> int:
     """Elements of this rank, of the parameters whose gradients FSDP2 reduces together; 0 without it."""
-    largest = 0
-    for module in model.modules():
+    sizes: Counter[int] = Counter()
+    seen: set[torch.Tensor] = set()
+    for module in reversed(list(model.modules())):  # inner groups first: what is left is the outer one's
         if isinstance(module, FSDPModule):
-            inner = {id(param) for one in _groups_below(module) for param in one.parameters()}
-            own = [param for param in module.parameters() if id(param) not in inner and param.requires_grad]
-            largest = max(largest, sum(local_of(param).numel() for param in own))
-    return largest
+            own = {param for param in module.parameters() if _is_trained_shard(param)} - seen
+            sizes[id(module._get_fsdp_state())] += sum(local_of(param).numel() for param in own)  # shared by a list
+            seen |= own
+    return max(sizes.values(), default=0)
 
 
-def _groups_below(module: nn.Module) -> list[nn.Module]:
-    return [one for one in module.modules() if one is not module and isinstance(one, FSDPModule)]
+def _is_trained_shard(param: torch.Tensor) -> bool:
+    return param.requires_grad and isinstance(param, DTensor)

@@ -103,9 +103,3 @@ class HostPool:
             slab.arena.close()
             self._slabs.remove(slab)
         return [slab.arena.flat for slab in idle]
-
-    def close(self) -> None:
-        """Give the memory back to the machine, after the last copy."""
-        for slab in self._slabs:
-            slab.arena.close()
-        self._slabs.clear()

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("offstage")
 
-_PLACES = 128
+_PLACES, _FEW = 128, 16
+"""For sums: how many are made at once, and how few are too few, since threads may take one at the same time."""
 Key = tuple[object, ...]
 """Of a result: what kind of layer made it, behind which operations, and which operation did."""
 
@@ -86,11 +87,9 @@ class Proofs:
 
     def take_digest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over what is saved. Given back when nobody needs it any more."""
-        while True:
-            try:
-                return digest_of(tensor, self._places.popleft())
-            except IndexError:  # together: alone each would take what the allocator gives at least
-                self._places.extend(torch.empty(_PLACES, dtype=torch.int64, device=tensor.device).unbind())
+        if len(self._places) < _FEW:  # together: alone each would take what the allocator gives at least
+            self._places.extend(torch.empty(_PLACES, dtype=torch.int64, device=tensor.device).unbind())
+        return digest_of(tensor, self._places.popleft())
 
     def give_back(self, digest: torch.Tensor) -> None:
         self._places.append(digest)
@@ -144,8 +143,8 @@ class Proofs:
             raise OffstageError(
                 f"A saved tensor, {_named(differ[0])}, {_why(differ[0])}. That did not happen in the first iteration, "
                 "so it was made again with other bits, and gradients since then are wrong; expected the same in every "
-                "iteration. Load the last checkpoint; let that layer use an operation that makes a new tensor, or "
-                "leave it out of layers."
+                "iteration. Load the last checkpoint; let that layer use an operation that makes a new tensor, and "
+                "deterministic kernels, or leave it out of layers."
             )
 
 

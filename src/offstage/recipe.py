@@ -36,6 +36,7 @@ class Recipe:
         self.inputs = [kept for kept in inputs if isinstance(kept, Saved)]
         """Those that are not weights."""
         self.is_dear = name in _DEAR
+        self.has_factors = name == "MulBackward0"
         self.depth: int = 0 if self.is_dear else 1 + max(kept.storage.depth for kept in self.inputs)
         """How many results have to be made for it, of those that nobody keeps."""
         self.dtype, self.nbytes = made.dtype, made.nbytes

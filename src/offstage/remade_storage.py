@@ -138,15 +138,15 @@ class Factors:
 
     def __init__(self, made_of: Sequence[RemadeStorage]) -> None:
         self._made_of = made_of
-        self._num_asked = 0
+        self._asked: list[Saved] = []
 
     def asked(self, kept: Saved, found: torch.Tensor) -> torch.Tensor:
         """The product's backward has asked for `kept`, which is `found`. What it gets instead."""
         if kept.storage in self._made_of:
             found = found.clone()  # its part only, in the same order: more does not matter, element by element
-        self._num_asked += 1
-        if self._num_asked == 2:
-            self._num_asked = 0
+        self._asked = [one for one in self._asked if one is not kept] + [kept]
+        if len(self._asked) == 2:
+            self._asked = []
             for storage in self._made_of:
                 storage.let_go()
         return found
