@@ -153,6 +153,7 @@ def test_removed_its_host_memory_is_given_back():
     ],
 )
 def test_what_returns_ahead_is_no_more_than_keeps_the_link_busy(busy, prefetch, most, seed, monkeypatch):
+    # A half of it: what the first layer is given comes from a linear layer, and is computed again.
     monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", 2 * busy)
     with on_lanes(seed):
         _, in_backward = passed(monkeypatch, Wide, keep_last=0, prefetch=prefetch)

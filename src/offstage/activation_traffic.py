@@ -5,7 +5,7 @@ A storage that leaves is let go, and its memory is free, when so many bytes have
 probably arrived, or when so many layers have run: the caller's stream then waits for the copy, and seldom long. How
 many bytes, depends on how the layers that leave lie. Where some do, with others between them, one layer's tensors have
 until the next such layer's: `prefetch` times the largest. Where all do, a few copies keep the link busy; fewer still
-where they leave whole, so that the link is the limit, and matrix products are computed again. Used by `activations.py`.
+where what does not fit it is made again. Used by `activations.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Traffic:
         self._are_spread = num_layers > offloaded + prefetch > prefetch and not all_leave
         """Others between those that leave: the link has time."""
         self.link_is_limit = all_leave and config.fraction == 1 and config.layers != "auto"
+        self._is_relieved = False
+        """Of what was saved, some need not leave."""
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._last = num_visits - 1
@@ -51,7 +53,7 @@ class Traffic:
     def _room(self) -> int:
         """Bytes that may be on their way beside the storage in question."""
         largest = max(self.largest, self._expected)
-        enough = _KEEPS_THE_LINK_BUSY // 2 if self.link_is_limit else _KEEPS_THE_LINK_BUSY
+        enough = _KEEPS_THE_LINK_BUSY // 2 if self._is_relieved else _KEEPS_THE_LINK_BUSY
         return self._prefetch * (largest if self._are_spread else min(largest, enough))
 
     # Forward
@@ -69,6 +71,7 @@ class Traffic:
     def remade(self, nbytes: int, visit: int) -> None:
         """So much was saved that does not leave: what has left before had that time, and its memory is needed."""
         if self.link_is_limit:
+            self._is_relieved = True
             self._leaving.append((_nobody, nbytes, visit))
             self._leaving_bytes += nbytes
             self._let_go(visit)
