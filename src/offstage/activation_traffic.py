@@ -98,13 +98,13 @@ class Traffic:
     def send_for(self, storage: SavedStorage) -> int:
         """Backward asks for `storage`: it returns, and those that it will ask for next. How many bytes had to move."""
         moved = storage.nbytes if storage.come_back() else 0
-        ahead = 0
+        room, ahead = self._room, 0
         for place in range(storage.place - 1, -1, -1):
             one = self._away[place]()
             if one is None or one.has_returned:  # used already, maybe in another order
                 continue
             ahead += one.nbytes
-            if ahead > self._room and ahead > one.nbytes:  # the next one in any case, or the link would stand still
+            if ahead > room and ahead > one.nbytes:  # the next one in any case, or the link would stand still
                 break
             moved += one.nbytes if one.come_back() else 0
         return moved
