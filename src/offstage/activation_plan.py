@@ -112,23 +112,20 @@ def _mixes(layers: Sequence[LayerFacts], keep_last: int) -> Iterator[tuple[Choic
     """
     num_layers = len(layers)
     free = max(0, num_layers - keep_last)
+    rests = [[Choice.KEEP] * num_layers]
+    if any(layer.remade_bytes for layer in layers[:free]):
+        rests.append(
+            [Choice.REMAKE if layer.remade_bytes else Choice.KEEP for layer in layers[:free]] + rests[0][free:]
+        )
     for offloaded in range(free + 1):
         away = spread(offloaded, free)
         others = [number for number in range(free) if number not in away and layers[number].can_recompute]
         for recomputed in range(len(others) + 1):
             # The first ones: what is kept is then given back early in backward, when the gradients are still to come.
-            again = set(others[:recomputed])
-            for rest in (Choice.KEEP, Choice.REMAKE) if any(layer.remade_bytes for layer in layers) else (Choice.KEEP,):
-                yield tuple(
-                    Choice.OFFLOAD
-                    if number in away
-                    else Choice.RECOMPUTE
-                    if number in again
-                    else rest
-                    if number < free and layers[number].remade_bytes
-                    else Choice.KEEP
-                    for number in range(num_layers)
-                )
+            again = others[:recomputed]
+            moved = {**dict.fromkeys(again, Choice.RECOMPUTE), **dict.fromkeys(away, Choice.OFFLOAD)}
+            for rest in rests:
+                yield tuple(moved.get(number, one) for number, one in enumerate(rest))
 
 
 def spread(count: int, total: int) -> frozenset[int]:
