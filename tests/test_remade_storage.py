@@ -296,15 +296,20 @@ def test_a_weight_that_is_not_there_in_backward(caplog):
         trained(True, same, same, sharded)
 
 
-def test_no_memory_to_try(caplog, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "remade"),
+    [("torch.mm", 3 + 1), ("offstage.proofs._words", 0)],  # all but products; nothing
+    ids=["to make it", "to compare it"],
+)
+def test_no_memory_to_try(step, remade, caplog, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("2 GiB are free, 3 GiB were asked for")
 
     expected, _ = trained(False, same, same, same)
-    monkeypatch.setattr(torch, "mm", fail)
+    monkeypatch.setattr(step, fail)
     found, handle = trained(True, same, same, same)
     assert_same(found, expected)
-    assert handle.receipt().bytes_remade == (3 + 1) * TOKENS * WIDTH * FLOAT
+    assert handle.receipt().bytes_remade == remade * TOKENS * WIDTH * FLOAT
     assert "moves like everything else: 2 GiB are free" in caplog.text
 
 

@@ -466,7 +466,7 @@ class ActivationOffload:
         storage = kept.storage if isinstance(kept, Saved) else None
         if isinstance(storage, SavedStorage) and storage.trial is not None:
             trial, storage.trial = storage.trial, None
-            storage.side.proofs.compare(trial.key, trial.make(self._back), found)
+            storage.side.proofs.compare(trial, found, self._back)
         if isinstance(kept, Saved) and kept.factors is not None:
             found = kept.factors.asked(kept, found)
         return found

@@ -40,15 +40,9 @@ class Trial:
         self.key, self._recipe = key, recipe
         recipe.expect()
 
-    def make(self, unpack: Unpack) -> torch.Tensor | None:
-        """`None`: it cannot be made. Its weight has changed, or is somewhere else; memory is short."""
+    def make(self, unpack: Unpack) -> torch.Tensor:
         try:
             return self._recipe.make(unpack)
-        except (OffstageError, torch.OutOfMemoryError) as error:
-            logger.warning(
-                "activations: %s is not made again, and moves like everything else: %s", _named(self.key), error
-            )
-            return None
         finally:
             self._recipe.unexpect()  # another backward does not make it again
 
@@ -76,14 +70,20 @@ class Proofs:
         return self._are_same.get(key)
 
     @torch.no_grad()
-    def compare(self, key: Key, made: torch.Tensor | None, found: torch.Tensor) -> None:
-        """Both are of the same storage: what was made again, if it could be, and what was saved."""
-        if made is None:
-            self._are_same[key] = False
+    def compare(self, trial: Trial, found: torch.Tensor, unpack: Unpack) -> None:
+        """`found`: of the storage that was saved. One that cannot be made moves: its weight has changed, or is
+        somewhere else; memory is short."""
+        try:
+            differ = _words(trial.make(unpack)).ne(_words(found)).any()
+            says_something = found.ne(0).any()  # zeros do not: whatever they are scaled by, they are the same
+        except (OffstageError, torch.OutOfMemoryError) as error:
+            logger.warning(
+                "activations: %s is not made again, and moves like everything else: %s", _named(trial.key), error
+            )
+            self._are_same[trial.key] = False
             return
-        _add(self._tried, key, _words(made).ne(_words(found)).any())
-        # Zeros prove nothing: their sum over ranks, and whatever they are scaled by, is the same.
-        _add(self._says_something, key, found.ne(0).any())
+        _add(self._tried, trial.key, differ)
+        _add(self._says_something, trial.key, says_something)
 
     def take_digest(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over what is saved. Given back when nobody needs it any more."""
