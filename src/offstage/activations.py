@@ -18,21 +18,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from offstage.activation_hooks import Hook, Kept, Recomputing
 from offstage.activation_layers import choices_of, layers_of, num_layers_of, size_of
 from offstage.activation_learning import Learner
+from offstage.activation_pass import ORDINARY, Flight, Pass, Visit, frames, storages_of
 from offstage.activation_plan import ActivationPlan, Choice
 from offstage.activation_receipt import ActivationReceipt
 from offstage.activation_side import Side
@@ -50,7 +46,6 @@ from offstage.saved_tensor_hooks import is_recomputed, refuse_other_hooks
 
 logger = logging.getLogger("offstage")
 
-_ORDINARY = (torch.Tensor, nn.Parameter)
 _IDLE_PASSES = 3
 """Forwards after which something must have moved."""
 
@@ -85,49 +80,6 @@ def _is_offloaded(module: nn.Module) -> bool:
     return kept is not None and kept.offload is not None
 
 
-class Flight:
-    """Lives as long as anything that one forward has saved."""
-
-
-class Visit:
-    """One call of a layer in one forward."""
-
-    def __init__(
-        self, flight: Flight, number: int, layer: int, choice: Choice, kind: tuple[object, ...], arguments: Any
-    ) -> None:
-        self.flight, self.number, self.layer, self.choice, self.kind = flight, number, layer, choice, kind
-        self.inputs = _inputs(arguments)
-        """Storages of its arguments."""
-        self.path = 0
-        """Of all that was saved in it so far, what kind it was: another way through a layer has another one."""
-
-
-class _Pass:
-    """One forward of the model. Several may wait for their backward at once: micro-batches of a pipeline."""
-
-    def __init__(self, choices: Sequence[Choice], traffic: Traffic) -> None:
-        self.choices, self.traffic = choices, traffic
-        self.flight = Flight()
-        self.frame = next(
-            (frame for frame in _frames() if frame.f_code.co_filename == nn.modules.module.__file__), None
-        )
-        """Of the model's call."""
-        self.seen_bytes = 0
-        """Saved by chosen layers so far."""
-        self.left_bytes = 0
-        self.remade_bytes = 0
-        self.has_learnt = False
-        """That less has to leave than in the forward before."""
-        self.visits = 0
-        self.current: Visit | None = None
-        self.previous: Visit | None = None
-        """The visit that was over last."""
-        self.unclaimed: dict[int, SavedStorage] = {}
-        """Saved since the last layer."""
-        self.storages: dict[int, SavedStorage | RemadeStorage] = {}
-        self.weights: dict[int, StorageWeakRef] = {}
-
-
 class ActivationOffload:
     """What `offload_activations()` returns. A context manager: leaving it removes the hooks."""
 
@@ -155,7 +107,7 @@ class ActivationOffload:
         self._in_flight: weakref.WeakSet[Flight] = weakref.WeakSet()
         """Forwards whose backward is still to come; counted for the plan."""
         self._num_passes = 0
-        self._last_pass: _Pass | None = None
+        self._last_pass: Pass | None = None
         self._handles: list[Any] = []
         self._learner = Learner(model, self._layers, config, self._any_side) if config.layers == "auto" else None
         self._weights = self._move_weights() if config.weights else None
@@ -242,7 +194,7 @@ class ActivationOffload:
     # Forward
 
     @property
-    def _passes(self) -> list[tuple[_Pass, Any]]:
+    def _passes(self) -> list[tuple[Pass, Any]]:
         if not hasattr(self._running, "passes"):
             self._running.passes = []
         return self._running.passes  # type: ignore[no-any-return]
@@ -255,7 +207,7 @@ class ActivationOffload:
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
         self._forget_broken_passes()
-        started = _Pass(self._choices, self._traffic())
+        started = Pass(self._choices, self._traffic())
         self._passes.append((started, None))  # first: whatever raises below, `_end` is called
         if self._weights is not None:
             self._weights.begin()
@@ -274,7 +226,7 @@ class ActivationOffload:
             started.choices, started.traffic = self._choices, self._traffic()
         model = self._model()
         assert model is not None
-        started.weights = _storages(model)
+        started.weights = storages_of(model)
         hooks = torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, started), self._unpack)
         hooks.__enter__()
         self._passes[-1] = (started, hooks)
@@ -291,7 +243,7 @@ class ActivationOffload:
 
     def _forget_broken_passes(self) -> None:
         """Torch calls no hooks after KeyboardInterrupt and the like: such a forward is not on the stack any more."""
-        under_way = {id(frame) for frame in _frames()}  # kept, frames would keep all that they know alive
+        under_way = {id(frame) for frame in frames()}  # kept, frames would keep all that they know alive
         while self._passes and id(self._passes[-1][0].frame) not in under_way:
             self._end()
 
@@ -345,7 +297,7 @@ class ActivationOffload:
         if hooks is None:
             return  # evaluation
         refuse_other_hooks(module, self)
-        started.weights |= _storages(module)  # FSDP2 has gathered them just now
+        started.weights |= storages_of(module)  # FSDP2 has gathered them just now
         # By the order of calls: a layer that is called several times is several.
         number = started.visits % len(self._layers)
         kind = (type(module), self._sizes[module], module.training)
@@ -374,15 +326,15 @@ class ActivationOffload:
         if visit is not None:
             started.traffic.layer_is_over(visit.number)
 
-    def _pack(self, started: _Pass, tensor: torch.Tensor) -> Any:
+    def _pack(self, started: Pass, tensor: torch.Tensor) -> Any:
         """Called by autograd for every tensor that it saves; what is returned is kept in its place."""
-        if self._weights is not None and tensor.layout == torch.strided and type(tensor) in _ORDINARY:
+        if self._weights is not None and tensor.layout == torch.strided and type(tensor) in ORDINARY:
             weight = self._weights.saved(tensor.untyped_storage()._cdata, tensor)
             if weight is not None:
                 return weight
         is_movable = self.config.activations and self._movable(started, tensor)
         if (visit := started.current) is not None:
-            visit.path = hash((visit.path, _maker(visit, tensor), tensor.dtype, is_movable))
+            visit.follow(tensor, is_movable=is_movable)
         if not is_movable:
             return Stayed(tensor)
         handle = tensor.untyped_storage()._cdata
@@ -398,7 +350,7 @@ class ActivationOffload:
                 started.unclaimed[handle] = storage
         return saved
 
-    def _storage(self, started: _Pass, tensor: torch.Tensor) -> SavedStorage | RemadeStorage:
+    def _storage(self, started: Pass, tensor: torch.Tensor) -> SavedStorage | RemadeStorage:
         """For a storage that is saved for the first time: one that leaves or stays, or one that is made again."""
         visit, side = started.current, self._side(tensor.device)
         if visit is None or visit.choice not in (Choice.OFFLOAD, Choice.REMAKE) or not self.config.fraction:
@@ -422,7 +374,7 @@ class ActivationOffload:
         storage.trial = Trial(key, recipe) if is_same is None else None
         return storage
 
-    def _movable(self, started: _Pass, tensor: torch.Tensor) -> bool:
+    def _movable(self, started: Pass, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
             return False  # a parameter, a DTensor, something sparse
         if tensor.is_conj() or tensor.is_neg():
@@ -432,7 +384,7 @@ class ActivationOffload:
             return False  # a part whose versions are counted apart, as by unsafe_chunk(): the others may still change
         return storage.nbytes() >= int(self.config.min_bytes) and storage._cdata not in started.weights
 
-    def _claim(self, started: _Pass, visit: Visit, storage: SavedStorage, choice: Choice) -> None:
+    def _claim(self, started: Pass, visit: Visit, storage: SavedStorage, choice: Choice) -> None:
         """`storage` was saved in `visit`: it leaves, or it stays."""
         if self._learner is not None:
             self._learner.saved(visit.layer, storage.nbytes)
@@ -486,33 +438,3 @@ class ActivationOffload:
             layer = None if storage.visit is None else storage.visit.layer
             self._learner.in_backward(layer, side.lanes, side.here_bytes)
         return kept.tensor()
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _maker(visit: Visit, tensor: torch.Tensor) -> str | None:
-    """Who made it in this layer. To the layer it does not matter who made what it was given."""
-    if tensor.grad_fn is None or (tensor.layout == torch.strided and tensor.untyped_storage()._cdata in visit.inputs):
-        return None
-    return tensor.grad_fn.name()
-
-
-def _storages(module: nn.Module) -> dict[int, StorageWeakRef]:
-    """As long as there is a reference to one its address is not used for another."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return _references(tensor for tensor in tensors if type(tensor) in _ORDINARY)
-
-
-def _inputs(arguments: Any) -> dict[int, StorageWeakRef]:
-    leaves = tree_leaves(arguments)
-    return _references(leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout == torch.strided)
-
-
-def _references(tensors: Iterable[torch.Tensor]) -> dict[int, StorageWeakRef]:
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: StorageWeakRef(storage) for storage in storages}  # type: ignore[no-untyped-call]

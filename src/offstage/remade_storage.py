@@ -25,8 +25,8 @@ from offstage.recipe import Recipe, Unpack
 from offstage.saved_storage import Saved, bytes_of
 
 if TYPE_CHECKING:
+    from offstage.activation_pass import Visit
     from offstage.activation_side import Side
-    from offstage.activations import Visit
 
 
 class RemadeStorage:

@@ -26,9 +26,9 @@ from offstage.host_pool import Range
 from offstage.lanes import Lane, Mark
 
 if TYPE_CHECKING:
+    from offstage.activation_pass import Visit
     from offstage.activation_side import Side
     from offstage.activation_traffic import Traffic
-    from offstage.activations import Visit
     from offstage.proofs import Trial
     from offstage.remade_storage import Factors, RemadeStorage
 
