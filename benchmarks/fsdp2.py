@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does offloading cost the same under FSDP2 as without it?
 
-    python -m benchmarks.fsdp2                    every case, about three minutes on one H200
+    python -m benchmarks.fsdp2                    every case, about five minutes on one H200
     python -m benchmarks.fsdp2 in_step window     these cases, and resident state
     python -m benchmarks.fsdp2 --size small       a few seconds on any machine: does every case run?
 
-The 2.70B workload on one rank, where FSDP2 has nothing to communicate: each setting first as it is, then with every
-block and the whole under `fully_shard`, in the same process. `ratio_to_unsharded` is the time over that of the same
-setting without FSDP2, and must be within 3%; `ratio` is that over resident state of the same kind. `overlap_forward` is
-not among the settings: FSDP2 gathers weights ahead of their module's forward, so `step()` waits for them. `slots`: how
-many there were: with `update_in_backward` FSDP2 gets more by default, and the last setting gives both the same.
+The 2.70B workload on one rank, where FSDP2 has nothing to communicate: each setting as it is, and with every block, the
+head and what is left under `fully_shard`. The rate of the link varies by some percent from one minute to the next
+(`benchmarks.link`), so both are in memory and take turns, a few iterations each. `ratio_to_unsharded` is the median
+over these rounds of the time over that of the same setting without FSDP2, and must be within 3%; `ratio` is that over
+resident state of the same kind. `overlap_forward` is not among the settings: FSDP2 gathers weights ahead of their
+module's forward, so `step()` waits for them. `slots`: how many there were: with `update_in_backward` FSDP2 gets more by
+default, and the last setting gives both the same.
 
 `fetches` is from a profile of one more iteration: how long state was on its way to the device (`fetch_ms`), how much of
 that while backward's own kernels ran (`overlapped_ms`), and while those ran that FSDP2 makes to reduce gradients
@@ -38,7 +40,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import offstage
-from benchmarks.anywhere import DEVICE, Row, at_most, now, options_of, peak_bytes, reset_peak, synchronize
+from benchmarks.anywhere import (
+    DEVICE,
+    Row,
+    allocated_bytes,
+    at_most,
+    now,
+    options_of,
+    peak_bytes,
+    reset_peak,
+    synchronize,
+)
 from benchmarks.checkpoints import SIZES, SMALL_CHUNKS
 from benchmarks.common import write_row
 from benchmarks.overlap import BATCH, IN_STEP, MAX_NORM, RECEIPT_FIELDS, gib, rounded, times
@@ -46,6 +58,7 @@ from benchmarks.trace import LANE_OF, SMALL_KERNELS, Event, Span, exported
 from benchmarks.workload import GPT, adamw, build, tokens
 
 WARM_UP = 4  # hook counts are learned, and a window opens, in the first iterations
+ITERATIONS = 3  # of a round; before them one more, which begins with an idle link
 MAX_RATIO = 1.03
 BACKWARD = "backward"
 REDUCES = "FSDP::post_backward_reduce"
@@ -91,10 +104,14 @@ def one_rank() -> Iterator[None]:
 
 
 def sharded(model: GPT) -> GPT:
-    """Each block, and what is left, as one would shard it on many ranks."""
+    """Each block, the head, and what is left, as one would shard it on many ranks.
+
+    The gradients of what is left, the embedding, are reduced when backward is over; those of the head are there first.
+    """
     mesh = init_device_mesh(DEVICE.type, (1,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
+    fully_shard([model.norm, model.head], mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
@@ -123,18 +140,24 @@ class Training:
         self.optimizer.zero_grad()
         self.losses.append(loss.detach())
 
-    def timed(self, iterations: int) -> Row:
-        """Mean and median time of an iteration. The host waits before the first and after the last only."""
+    def round(self) -> list[float]:
+        """Milliseconds of each of some iterations. The host waits before the first and after the last only."""
         synchronize()
-        start = time.perf_counter()
+        self.iterate()
         ends = [now()]
-        for _ in range(iterations):
+        for _ in range(ITERATIONS):
             self.iterate()
             ends.append(now())
         synchronize()
-        mean = 1e3 * (time.perf_counter() - start) / iterations
-        median = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(ends))
-        return {"iteration_ms": round(mean, 1), "median_ms": round(median, 1)}
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
+
+    def most_bytes(self) -> int:
+        """On the device in two iterations."""
+        reset_peak()
+        for _ in range(2):
+            self.iterate()
+        synchronize()
+        return peak_bytes()
 
     def fetches(self) -> Row | None:
         """What a profile of one iteration says of the way of state to the device; `None` without a device."""
@@ -217,61 +240,81 @@ def total_ms(spans: Iterable[Span]) -> float:
 # Measuring
 
 
-def measure(name: str, size_name: str, iterations: int, *, with_fsdp2: bool) -> Row:
-    """Everything about one setting that needs no other."""
-    start_bytes = forget_the_last_case()
-    training = Training(SETTINGS[name], size_name, with_fsdp2=with_fsdp2)
-    assert isinstance(training.model, FSDPModule) == with_fsdp2
+def measure(name: str, size_name: str, num_rounds: int) -> list[Row]:
+    """Everything about one setting: a row without FSDP2, and one with it."""
+    forget_the_last_case()
+    trainings, rows = [], []
     try:
-        for _ in range(WARM_UP):
-            training.iterate()
-        synchronize()
-        reset_peak()
-        found = training.timed(iterations)
-        peak = peak_bytes()
-        receipt = training.optimizer.receipt()
-        return {
-            "case": name,
-            "with_fsdp2": with_fsdp2,
-            "size": size_name,
-            "config": training.config,
-            "slots": training.optimizer.plan.slots,
-            "clips": SETTINGS[name].clips,
-            "warm_up": WARM_UP,
-            "iterations": iterations,
-            **found,
-            "allocated_at_start_gib": gib(start_bytes),
-            "peak_gib": gib(peak),
-            "host_state_gib": gib(receipt.host_state_bytes),
-            "receipt": {field: rounded(getattr(receipt, field, None)) for field in RECEIPT_FIELDS},
-            "fallbacks": list(receipt.fallbacks),
-            "first_and_last_loss": [rounded(float(loss)) for loss in (training.losses[0], training.losses[-1])],
-            "fetches": None if name == "resident" else training.fetches(),
-        }
+        for with_fsdp2 in (False, True):
+            start_bytes = allocated_bytes()
+            training = Training(SETTINGS[name], size_name, with_fsdp2=with_fsdp2)
+            assert isinstance(training.model, FSDPModule) == with_fsdp2
+            trainings.append(training)
+            for _ in range(WARM_UP):
+                training.iterate()
+            synchronize()
+            rows.append(
+                {
+                    "case": name,
+                    "with_fsdp2": with_fsdp2,
+                    "size": size_name,
+                    "config": training.config,
+                    "slots": training.optimizer.plan.slots,
+                    "clips": SETTINGS[name].clips,
+                    "peak_gib": gib(training.most_bytes() - start_bytes),
+                }
+            )
+        rounds = [[training.round() for training in trainings] for _ in range(num_rounds)]
+        for training, row, own in zip(trainings, rows, zip(*rounds, strict=True), strict=True):
+            row |= times_of(own) | what_else(training)
+            row["fetches"] = None if name == "resident" else training.fetches()
     finally:
-        training.optimizer.close()
+        for training in trainings:
+            training.optimizer.close()
+    return rows
 
 
-def forget_the_last_case() -> int:
-    """Free what the last case held; the bytes that are still allocated, which would blur the peak."""
+def times_of(rounds: Sequence[Sequence[float]]) -> Row:
+    every = [ms for one in rounds for ms in one]
+    return {
+        "iterations_per_round": ITERATIONS,
+        "rounds_ms": [round(statistics.median(one), 1) for one in rounds],
+        "iteration_ms": round(statistics.mean(every), 1),
+        "median_ms": round(statistics.median(every), 1),
+    }
+
+
+def what_else(training: Training) -> Row:
+    receipt = training.optimizer.receipt()
+    return {
+        "host_state_gib": gib(receipt.host_state_bytes),
+        "receipt": {field: rounded(getattr(receipt, field, None)) for field in RECEIPT_FIELDS},
+        "fallbacks": list(receipt.fallbacks),
+        "first_and_last_loss": [rounded(float(loss)) for loss in (training.losses[0], training.losses[-1])],
+    }
+
+
+def forget_the_last_case() -> None:
+    """Free what the last case held."""
     gc.collect()  # hooks tie model and optimizer into cycles
     torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated()
 
 
-def compared(row: Row, done: Mapping[tuple[str, bool], Row]) -> Row:
+def compared(row: Row, unsharded: Row, resident: Mapping[bool, Row]) -> Row:
     """`row` against the same setting without FSDP2, and against resident state of the same kind."""
-    unsharded = done.get((row["case"], False), {})
-    resident = done.get(("resident", row["with_fsdp2"]), row if row["case"] == "resident" else {})
-    result: Row = {"resident_ms": resident.get("iteration_ms"), "ratio": times(row, resident, "iteration_ms")}
+    found = resident.get(row["with_fsdp2"], {})
+    result: Row = {"resident_ms": found.get("median_ms"), "ratio": times(row, found, "median_ms")}
     if row["with_fsdp2"]:
+        ratios = [mine / its for mine, its in zip(row["rounds_ms"], unsharded["rounds_ms"], strict=True)]
         result |= {
-            "unsharded_ms": unsharded.get("iteration_ms"),
-            "unsharded_peak_gib": unsharded.get("peak_gib"),
-            "ratio_to_unsharded": times(row, unsharded, "iteration_ms"),
-            "median_ratio_to_unsharded": times(row, unsharded, "median_ms"),
+            "unsharded_ms": unsharded["median_ms"],
+            "unsharded_peak_gib": unsharded["peak_gib"],
+            "unsharded_slots": unsharded["slots"],
+            "ratios_to_unsharded": [round(one, 4) for one in ratios],
+            "ratio_to_unsharded": round(statistics.median(ratios), 4),
+            "mean_ratio_to_unsharded": times(row, unsharded, "iteration_ms"),
         }
-        if unsharded and row["size"] == "full":  # a tiny model has other ratios, and nothing to prove
+        if row["size"] == "full":  # a tiny model has other ratios, and nothing to prove
             result["must"] = {"ratio_to_unsharded": at_most(MAX_RATIO, result["ratio_to_unsharded"])}
     return result
 
@@ -284,35 +327,39 @@ def summary(row: Mapping[str, Any]) -> str:
     to_unsharded = f"{row['ratio_to_unsharded']:.3f} x unsharded" if row.get("ratio_to_unsharded") else ""
     verdict = "".join(" met" if one["met"] else " NOT MET" for one in row.get("must", {}).values())
     return (
-        f"{row['case']:<12} {'FSDP2' if row['with_fsdp2'] else '':<6} {row['iteration_ms']:8.1f} ms"
+        f"{row['case']:<20} {'FSDP2' if row['with_fsdp2'] else '':<6} {row['median_ms']:8.1f} ms"
         f"  peak {row['peak_gib']:6.2f} GiB  {row['ratio'] or 0:6.3f} x resident  {to_unsharded}{verdict}"
     )
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Offloading under FSDP2 on one rank, against the same without it.")
-    parser.add_argument("--iterations", type=int, default=8, help=f"measured after {WARM_UP} to warm up")
+    parser.add_argument("--rounds", type=int, default=5, help=f"of {ITERATIONS} iterations each, with and without")
     return options_of(parser, SETTINGS, SIZES)
 
 
 def main() -> None:
     options = arguments()
     begin = time.perf_counter()
-    done: dict[tuple[str, bool], Row] = {}
+    done: list[Row] = []
+    resident: dict[bool, Row] = {}
     failed = []
     cases = [name for name in SETTINGS if not options.case or name in (*options.case, "resident")]
     with one_rank():
-        for name, with_fsdp2 in itertools.product(cases, (False, True)):
-            print(f"[{time.perf_counter() - begin:4.0f} s] {name}{' with FSDP2' * with_fsdp2}", flush=True)
+        for name in cases:
+            print(f"[{time.perf_counter() - begin:4.0f} s] {name}", flush=True)
             try:
-                row = measure(name, options.size, options.iterations, with_fsdp2=with_fsdp2)
+                rows = measure(name, options.size, options.rounds)
             except Exception:  # one case that fails must not cost the others their rows
                 traceback.print_exc()
-                failed.append(f"{name}{' with FSDP2' * with_fsdp2}")
+                failed.append(name)
                 continue
-            done[name, with_fsdp2] = row | compared(row, done)
-            write_row("fsdp2", done[name, with_fsdp2])
-    print(f"\n{time.perf_counter() - begin:.0f} s in all", *map(summary, done.values()), sep="\n")
+            for row in rows:
+                if name == "resident":
+                    resident[row["with_fsdp2"]] = row
+                done.append(row | compared(row, rows[0], resident))
+                write_row("fsdp2", done[-1])
+    print(f"\n{time.perf_counter() - begin:.0f} s in all", *map(summary, done), sep="\n")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
