@@ -37,6 +37,7 @@ def build(mesh: DeviceMesh, device: torch.device, **plan: object) -> tuple[GPT, 
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard([model.norm, model.head], mesh=mesh, mp_policy=policy)  # its gradients are there first
     fully_shard(model, mesh=mesh, mp_policy=policy)
     # In this order: shard the model, build the optimizer, offload it.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

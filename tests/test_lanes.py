@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offstage import copies, lanes
+from offstage import accelerator_lanes, copies
 from offstage.checked_lanes import CheckedLanes
 from offstage.copies import copy_work
 from offstage.host_threads import HostThreads
@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def nothing_is_urgent():
     """What is announced is known to all lanes of a device, and to other tests."""
-    lanes._urgent.clear()
+    accelerator_lanes._urgent.clear()
     yield
-    lanes._urgent.clear()
+    accelerator_lanes._urgent.clear()
 
 
 # Streams that are written down
@@ -280,7 +280,7 @@ def test_lanes_of_tests_take_both():
 @pytest.fixture
 def full(monkeypatch):
     """Lanes whose streams have room for three pieces of work; events pass when told."""
-    monkeypatch.setattr("offstage.lanes._MOST_UNDER_WAY", 3)
+    monkeypatch.setattr("offstage.accelerator_lanes._MOST_UNDER_WAY", 3)
     made = WrittenLanes()
     for number in range(3):
         made.submit(Lane.FETCH, made.work(number), after={}).passed.clear()

@@ -308,7 +308,7 @@ def test_a_long_step_that_waits_at_its_beginning(lanes):
 def busy(monkeypatch):
     """No event passes before this is set, and three pieces of work are all that a stream has room for."""
     done = threading.Event()
-    monkeypatch.setattr("offstage.lanes._MOST_UNDER_WAY", 3)
+    monkeypatch.setattr("offstage.accelerator_lanes._MOST_UNDER_WAY", 3)
     monkeypatch.setattr(threaded_lanes._Passed, "query", lambda event: done.is_set())
     monkeypatch.setattr(threaded_lanes._Passed, "synchronize", lambda event: done.wait(10))
     yield done
@@ -376,7 +376,7 @@ def test_a_failure_in_promised_work_is_told_to_whoever_waits(lanes, busy):
 
 def test_lanes_without_room_give_the_bits_of_a_plain_step(monkeypatch):
     """Every stream has room for one piece of work, and every event takes a while."""
-    monkeypatch.setattr("offstage.lanes._MOST_UNDER_WAY", 1)
+    monkeypatch.setattr("offstage.accelerator_lanes._MOST_UNDER_WAY", 1)
     monkeypatch.setattr(threaded_lanes._Passed, "query", lambda event: False)
     monkeypatch.setattr(threaded_lanes._Passed, "synchronize", lambda event: time.sleep(2e-4))
 

@@ -16,7 +16,8 @@ from unittest import mock
 
 import torch
 
-from offstage.lanes import AcceleratorLanes, Lane, use_lanes
+from offstage.accelerator_lanes import AcceleratorLanes
+from offstage.lanes import Lane, use_lanes
 
 
 class _Passed:

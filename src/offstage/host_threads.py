@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostThreads`: the CPU's threads for updates on the host. Used by `lanes.py`.
+"""`HostThreads`: the CPU's threads for updates on the host. Used by lanes.
 
 A job is a list of slices that may run at the same time, and something it has to wait for first. Jobs begin in the
 order in which they were given; a thread that finds no slice left in one goes on to the next, so that nobody idles at

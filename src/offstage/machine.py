@@ -31,10 +31,10 @@ import torch
 
 from offstage import host_cpus, numa
 from offstage._version import __version__
+from offstage.accelerator_lanes import device_free_bytes
 from offstage.config import format_size
 from offstage.errors import ConfigError
 from offstage.host_memory import _cgroup_available, _mem_available
-from offstage.lanes import device_free_bytes
 
 logger = logging.getLogger("offstage")
 

@@ -3,7 +3,7 @@
 
 A stream cannot wait for the host, so work that follows an update on the host is given to its stream by the host thread
 that ends the update; and what a stream has no room for is given by a thread that waits for room. Until then its mark is
-a promise. Used by `lanes.py`.
+a promise. Used by `accelerator_lanes.py`.
 """
 
 from __future__ import annotations

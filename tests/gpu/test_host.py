@@ -103,7 +103,7 @@ def test_delays_change_nothing_under_overlap(lane: Lane) -> None:
 @pytest.mark.parametrize("setting", OVERLAPPED)
 def test_streams_with_little_room(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly everything is promised and given by the feeder, while the next forward runs."""
-    monkeypatch.setattr("offstage.lanes._MOST_UNDER_WAY", 2)
+    monkeypatch.setattr("offstage.accelerator_lanes._MOST_UNDER_WAY", 2)
     for share, lane in itertools.product((0.0, 0.5), (Lane.FETCH, Lane.UPDATE, Lane.STORE)):
         with delayed_lanes(lane):
             config = {**SETTINGS[setting], "master_weights": "split", "host_fraction": share}

@@ -499,15 +499,22 @@ def sharded(config, *, checkpointed=False, backend=None, policy=None):
         block.compile(backend=backend)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     options = {} if policy is None else {"mp_policy": policy}
-    for module in [*model.layers(), model]:
+    for module in [*model.groups(), model]:
         fully_shard(module, mesh=mesh, **options)
     model.materialize("cpu", 5)
+    order = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
     first = {name: param.full_tensor() for name, param in model.named_parameters()}
     same = all(torch.equal(first[name], param) for name, param in whole.named_parameters())
 
     halves = list(zip(*(part.chunk(2) for part in sample()), strict=True))
-    loss = model.loss(*halves[dist.get_rank()])
-    loss.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "LOSS_SLICE_BYTES", 4 * config.vocabulary * 25)
+        loss = model.loss(*halves[dist.get_rank()])
+        loss.backward()
+    assert order[:2] == ["norm.weight", "head.weight"]  # once for all slices, and before any block's
+    assert len(order) == len(set(order))
     expected = [whole.loss(*half) for half in halves]
     (sum(expected) / 2).backward()
     found = {name: gradient.full_tensor() for name, gradient in gradients(model).items()}

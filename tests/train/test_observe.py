@@ -442,7 +442,7 @@ def _span(name: str, thread: int, ts: float, dur: float) -> dict[str, Any]:
 
 
 def test_work_belongs_to_the_lane_whose_stream_it_ran_on():
-    """The fields are those of a trace of a CUDA device; the lane's two streams take turns (see lanes.py)."""
+    """The fields are those of a trace of a CUDA device; a lane's two streams take turns (accelerator_lanes.py)."""
     events = [
         _span("offstage observes", 1, 1000.0, 2.0),
         _span("offstage: fetch", 1, 1010.0, 10.0),

@@ -26,7 +26,11 @@ class LanguageModel(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def layers(self) -> list[nn.Module]:
-        """The blocks in order: what is sharded, compiled, checkpointed and offloaded one by one."""
+        """The blocks in order: what is compiled, checkpointed and offloaded one by one."""
+
+    def groups(self) -> list[nn.Module | list[nn.Module]]:
+        """What FSDP2 gathers and reduces together. What is in none of them is reduced when backward is over."""
+        return [*self.layers()]
 
     @abc.abstractmethod
     def checkpoint_layers(self, numbers: Collection[int] | None = None) -> None:

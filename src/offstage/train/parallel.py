@@ -59,12 +59,12 @@ class Parallel:
         """The ranks of one pipeline, in the order of their stages; `None` without one."""
         return self.mesh["stage"].get_group() if self.mesh is not None and self.stages > 1 else None
 
-    def shard(self, module: nn.Module, layers: list[nn.Module]) -> None:
-        """FSDP2 over the ranks of this stage, layer by layer; for weights that have no memory yet, or that all have."""
+    def shard(self, module: nn.Module, groups: list[nn.Module | list[nn.Module]]) -> None:
+        """FSDP2 over the ranks of this stage, by groups; for weights that have no memory yet, or that all have."""
         if self.sharded:
             assert self.mesh is not None
             policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # sums of bf16 gradients lose no small ones
-            for part in (*layers, module):
+            for part in (*groups, module):
                 fully_shard(part, mesh=self.mesh["data"], mp_policy=policy)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:

@@ -206,7 +206,7 @@ def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
         if config.model.compile:
             for layer in piece.layers():
                 layer.compile()
-        parallel.shard(piece, piece.layers())
+        parallel.shard(piece, piece.groups())
         if late:
             piece.materialize(parallel.device, config.run.seed)
     return Whole(model, config.data.micro_batches) if whole else Staged(pieces, parallel, config)

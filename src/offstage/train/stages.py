@@ -24,7 +24,7 @@ from torch import nn
 from offstage.errors import ConfigError
 from offstage.train.initial import initialize
 from offstage.train.language_model import LanguageModel
-from offstage.train.transformer import Transformer, run_blocks, token_loss, with_balance
+from offstage.train.transformer import Transformer, run_blocks, with_balance
 
 
 class Stage(nn.Module):
@@ -57,6 +57,11 @@ class Stage(nn.Module):
         """The blocks in order."""
         return list(self.blocks.values())
 
+    def groups(self) -> list[nn.Module | list[nn.Module]]:
+        """As for the whole model."""
+        ends = [[self.norm, self.head]] if self.norm is not None and self.head is not None else []
+        return [*self.layers(), *ends]
+
     def checkpoint_layers(self, numbers: Collection[int] | None = None) -> None:
         """As for the whole model, with its numbers."""
         self.checkpointed = frozenset(range(self.config.layers) if numbers is None else numbers)
@@ -71,11 +76,10 @@ class Stage(nn.Module):
             balance = added if balance is None else balance + added
         if self.norm is None or self.head is None:
             return x if balance is None else (x, balance)
-        x = self.norm(x)
+        result: torch.Tensor = self.head(self.norm(x), targets)
         if targets is None:
-            return self.head(x)  # type: ignore[no-any-return]
-        loss = token_loss(self.head, x, targets)
-        return with_balance(self.config, loss, balance if self.training else None).unsqueeze(0)
+            return result
+        return with_balance(self.config, result, balance if self.training else None).unsqueeze(0)
 
 
 def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Transformer(LanguageModel):
         self.embedding = nn.Embedding(config.vocabulary, config.width, **factory)
         self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps, **factory)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False, **factory)
+        self.head = Head(config.width, config.vocabulary, bias=False, **factory)
         self.checkpointed: frozenset[int] = frozenset()
         device = torch.get_default_device() if device is None else torch.device(device)
         if device.type != "meta":
@@ -52,18 +52,44 @@ class Transformer(LanguageModel):
     def layers(self) -> list[nn.Module]:
         return list(self.blocks)
 
+    def groups(self) -> list[nn.Module | list[nn.Module]]:
+        return [*self.blocks, [self.norm, self.head]]
+
     def checkpoint_layers(self, numbers: Collection[int] | None = None) -> None:
         self.checkpointed = frozenset(range(len(self.blocks)) if numbers is None else numbers)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         x, balance = run_blocks(self.config, enumerate(self.blocks), self.embedding(tokens), self.checkpointed)
-        x = self.norm(x)
-        if targets is None:
-            return self.head(x)  # type: ignore[no-any-return]
-        return with_balance(self.config, token_loss(self.head, x, targets), balance if self.training else None)
+        result: torch.Tensor = self.head(self.norm(x), targets)
+        return result if targets is None else with_balance(self.config, result, balance if self.training else None)
 
 
 # Parts of a forward, for whole models and for stages of them
+
+
+class Head(nn.Linear):
+    """Logits [B, T, V] of the last features `x` [B, T, W]; with `targets` [B, T], the mean loss instead.
+
+    Logits are the largest tensor of a model with a large vocabulary. For the loss those of one slice exist at a time,
+    in forward and, computed again, in backward. All slices are in one forward: FSDP2 gathers the weight once for them
+    and reduces its gradient once, which is the first that backward has.
+    """
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        if targets is None:
+            return super().forward(x)
+        x, targets = x.flatten(0, 1), targets.flatten()
+        num_slices = -(-4 * self.out_features * len(targets) // LOSS_SLICE_BYTES)
+        if num_slices == 1:
+            return self._summed_loss(x, targets) / len(targets)
+        sums = [
+            checkpoint(self._summed_loss, part, expected, use_reentrant=False, preserve_rng_state=False)
+            for part, expected in zip(x.chunk(num_slices), targets.chunk(num_slices), strict=True)
+        ]
+        return torch.stack(sums).sum() / len(targets)
+
+    def _summed_loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(super().forward(x).float(), targets, reduction="sum")
 
 
 def run_blocks(
@@ -80,28 +106,6 @@ def run_blocks(
         if added is not None:
             balance = added if balance is None else balance + added
     return x, balance
-
-
-def token_loss(head: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean loss of `targets` [B, T] from the last features `x` [B, T, W], slice by slice.
-
-    Logits are the largest tensor of a model with a large vocabulary. Those of one slice exist at a time, in forward
-    and, computed again, in backward.
-    """
-    x, targets = x.flatten(0, 1), targets.flatten()
-    vocabulary = int(head.weight.shape[0])  # type: ignore[union-attr, index]
-    num_slices = -(-4 * vocabulary * len(targets) // LOSS_SLICE_BYTES)
-    if num_slices == 1:
-        return _summed_loss(head, x, targets) / len(targets)
-    sums = [
-        checkpoint(_summed_loss, head, part, expected, use_reentrant=False, preserve_rng_state=False)
-        for part, expected in zip(x.chunk(num_slices), targets.chunk(num_slices), strict=True)
-    ]
-    return torch.stack(sums).sum() / len(targets)
-
-
-def _summed_loss(head: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(head(x).float(), targets, reduction="sum")
 
 
 def with_balance(config: ModelConfig, loss: torch.Tensor, balance: torch.Tensor | None) -> torch.Tensor:
