@@ -182,6 +182,41 @@ def test_a_slice_that_fails_after_step(found_by, model_first, kind):
     assert equal(result(list(model.parameters()), optimizer), after(range(5)))
 
 
+@pytest.mark.parametrize("found_by", ["forward", "synchronize", "model.state_dict"])
+def test_what_is_under_way_when_a_step_is_lost_does_not_overwrite_what_is_loaded(found_by):
+    """One piece of a weight fails while others are still being updated: whoever is told may load at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 400))
+    with with_threads():
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        optimizer = offstage.offload(inner, model, **{**ON_HOST, "threads": 4, "overlap_forward": True})
+    (engine,) = optimizer.engines
+    assert len(engine.host_side.chunks_of[optimizer.held(model[0].weight)]) > 1
+    iterate(model, optimizer, range(2))
+    weights, slices_of, chunks, others = copy.deepcopy(model.state_dict()), optimizer.rule.slices, [], threading.Event()
+
+    def fail():
+        raise ZeroDivisionError("in a slice")
+
+    def slices(shares):
+        chunks.append(shares)
+        return [fail] if len(chunks) == 1 else [lambda: others.wait(10), *slices_of(shares)]
+
+    optimizer.rule.slices = slices
+    iterate(model, optimizer, range(2, 3))
+    optimizer.rule.slices = slices_of
+    later = threading.Timer(0.2, others.set)
+    later.start()
+    with pytest.raises(StepLostError, match="in a slice"):
+        FINDERS[found_by](model, optimizer)
+    model.load_state_dict(weights)
+    later.join()
+    for promise in engine.lanes._promises:
+        promise.wait()
+    assert len(chunks) > 1
+    assert equal([param.detach() for param in model.parameters()], list(weights.values()))
+
+
 @pytest.mark.parametrize("kind", [0, THREADED])
 def test_a_failure_does_not_hold_up_close(kind):
     _, optimizer, failing, *_ = fail_after_step(kind)

@@ -11,6 +11,7 @@ its update (`settle`), at the end of `step()` or as late as in the next forward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -342,6 +343,9 @@ class Engine(DeviceSide):
             f"An update failed ({type(error).__name__}: {error}); the weights and state are between two steps. "
             "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
         )
+        # Other updates of the step may still be on their way, and must not come after what is loaded next.
+        with contextlib.suppress(Exception):  # where the device itself has failed, `error` says so
+            self.synchronize("reset: nothing is under way")
         raise StepLostError(self.lost) from error
 
     @property
