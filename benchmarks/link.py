@@ -9,8 +9,8 @@ Three questions, a row each:
   other machines on the same host do is not in our hands, so ratios are taken within one run, with turns.
 - `waiting_streams`: the same while other streams wait for an event behind a long kernel, as those of FSDP2 and NCCL do
   all through backward. A device looks again and again whether the event has come, and it looks in host memory.
-- `turns`: how long a small copy on a stream of its own takes while a fetch lane has 2 GiB in its queue; on one stream,
-  and on two that take turns ([Note: the link takes turns] in `copies.py`); and the rate of the lane itself.
+- `turns`: how long a copy on a stream of its own takes while a fetch lane has 2 GiB in its queue; on one stream, and on
+  two that take turns ([Note: the link takes turns] in `copies.py`); and the rate of the lane itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COPY_BYTES = 27_000_000  # about what a moment of a 64 MiB chunk has
 COPIES = 100
 REPEATS = 9
 WAITING = (0, 1, 2, 4, 8, 16)
-STRANGER_BYTES = 64 * 1024
+STRANGERS = (64 * 1024, 1024 * 1024)  # bytes: up to 64 KiB travel with the commands, and do not wait
 QUEUED = 80  # copies in the lane's queue: 2 GiB
 CYCLES = 300_000_000  # about 0.15 s: longer than all copies of a measurement
 
@@ -43,7 +43,7 @@ class Link:
         self.device = device
         self.arena = Arena(2 * COPIES * COPY_BYTES, torch.uint8, device, pin=True)
         self.there, self.back = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
-        self.small = torch.zeros(STRANGER_BYTES, dtype=torch.uint8, device=device)
+        self.small = torch.zeros(max(STRANGERS), dtype=torch.uint8, device=device)
         self.streams = [torch.cuda.Stream() for _ in range(2)]
         self.sleeper = torch.cuda.Stream()
         self.others = [torch.cuda.Stream() for _ in range(max(WAITING))]
@@ -86,8 +86,8 @@ class Link:
         torch.cuda.synchronize()
         return rates
 
-    def stranger(self, lanes: AcceleratorLanes, *, takes_turns: bool) -> tuple[float, float]:
-        """Milliseconds that a small copy takes beside a full queue, and the GB/s of that queue."""
+    def stranger(self, lanes: AcceleratorLanes, nbytes: int, *, takes_turns: bool) -> tuple[float, float]:
+        """Milliseconds that a copy of `nbytes` takes beside a full queue, and the GB/s of that queue."""
         torch.cuda.synchronize()
         work = copy_work((self.there, self.host(number)) for number in range(QUEUED))
         if takes_turns:
@@ -103,7 +103,7 @@ class Link:
         with torch.cuda.stream(self.others[0]):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            self.small.copy_(self.arena.flat[-STRANGER_BYTES:], non_blocking=True)
+            self.small[:nbytes].copy_(self.arena.flat[-nbytes:], non_blocking=True)
             end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end), QUEUED * COPY_BYTES / start.elapsed_time(stop) / 1e6
@@ -143,11 +143,13 @@ def main() -> None:
         },
     )
     lanes = AcceleratorLanes(link.device)
-    turns: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+    turns: dict[tuple[int, bool], list[tuple[float, float]]] = {
+        (nbytes, takes_turns): [] for nbytes in STRANGERS for takes_turns in (False, True)
+    }
     for _ in range(REPEATS):
-        for takes_turns, found in turns.items():
-            found.append(link.stranger(lanes, takes_turns=takes_turns))
-    for takes_turns, found in turns.items():
+        for (nbytes, takes_turns), found in turns.items():
+            found.append(link.stranger(lanes, nbytes, takes_turns=takes_turns))
+    for (nbytes, takes_turns), found in turns.items():
         milliseconds, rate = medians(found)
         write_row(
             "link",
@@ -155,7 +157,7 @@ def main() -> None:
                 "case": "turns",
                 "takes_turns": takes_turns,
                 "queued_gib": round(QUEUED * COPY_BYTES / 2**30, 2),
-                "stranger_bytes": STRANGER_BYTES,
+                "stranger_bytes": nbytes,
                 "stranger_ms": milliseconds,
                 "lane_gb_per_s": rate,
             },

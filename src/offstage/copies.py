@@ -2,11 +2,11 @@
 """`copy_work`: copies over the link as work for a lane, cut so that others get their turn.
 
 [Note: the link takes turns] A device's copy engine serves one stream until that stream has to wait for something, and
-priorities do not matter to it: on an H200 a copy of 64 KiB that another stream asked for waited behind all of the 2 GiB
-that a fetch lane had been given before it. FSDP2 makes such copies in every layer's backward, data
-loaders do, and so do activations that backward waits for. So a lane that copies has two streams, and each copy waits
-for the one before on the other stream: then the engine looks around after every copy, and a stranger waits for one copy
-at most, while the link stays as busy as before.
+priorities do not matter to it: what another stream asks for waits behind all that a fetch lane has been given before
+(but for copies of up to 64 KiB, which travel with the commands). FSDP2 makes larger ones in every layer's backward,
+data loaders do, and so do activations that backward waits for. So a lane that copies has two streams, and each copy
+waits for the one before on the other stream: then the engine looks around after every copy, and a stranger waits for
+one copy at most, while the link stays as busy as before.
 """
 
 from __future__ import annotations
