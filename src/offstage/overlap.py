@@ -202,18 +202,17 @@ class Overlap:
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is read."""
         self._optimizer.check_between_steps()
-        self._settle(params)
+        for engine, states in self._optimizer.by_engine(params):
+            if not engine.capturing():
+                engine.settle(states, "read: the weights are ready")
 
     def before_load(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is loaded: maybe to go on after a step that was lost."""
         self._optimizer.give_up_round("A model was loaded between backward and step().")
-        with contextlib.suppress(StepLostError):
-            self._settle(params)
-
-    def _settle(self, params: Sequence[torch.Tensor]) -> None:
         for engine, states in self._optimizer.by_engine(params):
             if not engine.capturing():
-                engine.settle(states, "read: the weights are ready")
+                with contextlib.suppress(StepLostError):
+                    engine.settle(states, "read: the weights are ready")
 
     def _check_waited(self, held: HeldState) -> None:
         """A gradient came out of a forward that read weights while their update was still under way."""
