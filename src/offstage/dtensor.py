@@ -57,6 +57,11 @@ def like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
+def is_divided(param: torch.Tensor) -> bool:
+    """Whether other ranks have a part in `param`: all of its mesh know so."""
+    return isinstance(param, DTensor) and param.device_mesh.size() > 1
+
+
 def is_sharded(param: torch.Tensor) -> bool:
     """Whether this rank has only a part of `param`."""
     return isinstance(param, DTensor) and local_of(param).shape != param.shape

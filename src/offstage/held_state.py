@@ -103,6 +103,19 @@ class HeldState(ParamState):
                 result[name] = like(shaped, self.param) if key.shape is None else shaped
         return result
 
+    def export_first(self) -> dict[str, Any]:
+        """What there would be before its first step; nothing where the rule cannot tell."""
+        if self.rule.counts_from is None:
+            return {}
+        result: dict[str, Any] = {"step": torch.tensor(self.rule.counts_from)}
+        for key in self.keys:
+            if key.name in (MASTER_KEY, MASTER_LOW_KEY):
+                result[MASTER_KEY] = like(self.local.detach().to("cpu", torch.float32), self.param)
+            else:
+                zeros = torch.zeros(key.numel(self.local), dtype=key.dtype)
+                result[key.name] = like(as_param(zeros, self.local), self.param)
+        return result
+
     def _joined(self) -> dict[str, torch.Tensor]:
         """Split masters as fp32, and `exp_avg_sq` without the bit it carries for them."""
         weight = flat_like(self.local, self.local)

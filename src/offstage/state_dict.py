@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offstage.dtensor import is_divided
 from offstage.errors import ConfigError
 from offstage.interrupts import deferred_interrupts
 
@@ -124,11 +125,12 @@ def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
         packed = {name: value for name, value in group.items() if name != "params"}
         packed["params"] = [index[param] for param in group["params"]]
         groups.append(packed)
-    state = {}
-    for param, i in index.items():
-        exported = optimizer.held(param).export()
-        if exported:
-            state[i] = {name: _on_host(value) for name, value in exported.items()}
+    everyone = {i: optimizer.held(param).export() for param, i in index.items()}
+    if any(everyone.values()):
+        # Ranks compare and gather these name by name: all have the same, whoever got which gradients.
+        missing = [param for param, i in index.items() if not everyone[i] and is_divided(param) and param.requires_grad]
+        everyone |= {index[param]: optimizer.held(param).export_first() for param in missing}
+    state = {i: {name: _on_host(value) for name, value in found.items()} for i, found in everyone.items() if found}
     result: dict[str, Any] = {"state": state, "param_groups": groups}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         replaced = post_hook(optimizer, result)

@@ -2,7 +2,9 @@
 """Checkpoints on real processes: any world size and plan to any other, and nobody waits for ever."""
 
 import shutil
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -21,7 +24,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import offstage
 from offstage import checkpoint
-from offstage.errors import CheckpointError
+from offstage.checkpoint import writer
+from offstage.checkpoint.stored import Stored
+from offstage.errors import CheckpointError, StepLostError
 
 SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 STREAMED = {**SMALL, "master_weights": "fp32"}
@@ -407,14 +412,38 @@ def test_a_save_that_one_rank_cannot_make_raises_on_all(ranks, tmp_path):
 # Asynchronous saves
 
 
+class LateWriter:
+    """A save writes nothing until it may begin: by then every chunk has been overwritten."""
+
+    def __init__(self):
+        self.begin = threading.Event()
+        self._blocks = writer._blocks
+
+    def __enter__(self):
+        writer._blocks = self._late_blocks
+        return self
+
+    def __exit__(self, *_):
+        self.begin.set()  # whatever has failed: the writer ends
+        writer._blocks = self._blocks
+
+    def _late_blocks(self, entry):
+        assert self.begin.wait(60)
+        yield from self._blocks(entry)
+
+
 def save_beside_training(folder, plan):
     model, optimizer = build(PLANS[plan])
     train(model, optimizer, range(3))
     checkpoint.save(folder / "sync", model, optimizer)
     at_call = everything(model, optimizer)
-    saving = checkpoint.async_save(folder / "async", model, optimizer)
-    train(model, optimizer, range(3, 23))
-    saving.result()
+    with LateWriter() as late:
+        saving = checkpoint.async_save(folder / "async", model, optimizer)
+        train(model, optimizer, range(3, 13))
+        assert not saving.done()
+        late.begin.set()
+        train(model, optimizer, range(13, 23))
+        saving.result()
     state = optimizer.receipt().host_state_bytes + optimizer.receipt().device_state_bytes
     model, optimizer = build(RESIDENT, seed=4)
     checkpoint.load(folder / "async", model, optimizer)
@@ -552,3 +581,204 @@ def fused_and_unequal(folder):
 
 def test_fused_shards_that_were_not_updated_equally_often(ranks, tmp_path):
     assert ranks.run(4, fused_and_unequal, tmp_path / "saved") == [3.0, 2.0, 1.0, 0.0]
+
+
+# Ranks that differ
+
+
+def message_of(act):
+    """What it raises, or `None`."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def expert_and_dense():
+    """A sharded expert that got a gradient on the first ranks only, beside a parameter that got one everywhere."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    model = nn.Module()
+    for name in ("dense", "expert"):
+        weight = torch.randn(4, 6).to(torch.bfloat16)
+        model.register_parameter(name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
+    optimizer = offstage.offload(torch.optim.AdamW(model.parameters(), lr=0.1), model, **STREAMED)
+    for name in ("dense", "expert") if dist.get_rank() == 0 else ("dense",):
+        param = model.get_parameter(name)
+        local = torch.ones(param.to_local().shape, dtype=torch.bfloat16)
+        param.grad = DTensor.from_local(local, mesh, [Shard(0)])
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def names_and_shapes(folder):
+    """Without talking to the others: rank 1 is not even there."""
+    model, optimizer = expert_and_dense()
+    found = None
+    if dist.get_rank() == 0:
+        found = get_optimizer_state_dict(model, optimizer)
+    mine = get_optimizer_state_dict(model, optimizer)
+    names = [(name, key, tuple(value.shape)) for name, state in mine["state"].items() for key, value in state.items()]
+    assert found is None or list(found["state"]) == list(mine["state"])
+    dcp.save({"optim": mine}, checkpoint_id=folder)
+    full = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    rank = dist.get_rank()
+    assert all(model.get_parameter(name) in optimizer.state for name in ["dense", "expert"][: 2 - rank])
+    assert (model.expert in optimizer.state) == (rank == 0)  # what was handed out is not kept
+    return names, {name: list(state) for name, state in full.get("state", {}).items()}  # torch gives it to rank 0
+
+
+def test_all_ranks_have_the_same_names_in_the_same_order(ranks, tmp_path):
+    """Also where one of them has no state for a parameter: they gather name by name, and nobody may wait for ever."""
+    (first, full), (second, _) = ranks.run(2, names_and_shapes, tmp_path / "saved", timeout=30)
+    keys = ["step", "master_weight", "exp_avg", "exp_avg_sq"]
+    assert first == second
+    assert [(name, key) for name, key, _ in first] == [(name, key) for name in ("dense", "expert") for key in keys]
+    assert {shape for _, key, shape in first if key != "step"} == {(4, 6)}
+    assert full == {"dense": keys, "expert": keys}
+
+
+def save_frozen_expert(folder, option):
+    """Its state is on one rank only, and so is what an option adds later."""
+    model, optimizer = expert_and_dense()
+    if option == "frozen":
+        model.expert.requires_grad_(False)
+    else:
+        optimizer.param_groups[0]["amsgrad"] = True
+        mesh = model.expert.device_mesh
+        if dist.get_rank() == 0:
+            ones = torch.ones(2, 6, dtype=torch.bfloat16)
+            model.expert.grad = DTensor.from_local(ones, mesh, [Shard(0)])
+        optimizer.step()
+        optimizer.zero_grad()
+    at_save = everything_local(model, optimizer)
+    checkpoint.save(folder, model, optimizer)
+    for param in model.parameters():
+        optimizer.state[param] = {}
+    checkpoint.load(folder, model, optimizer)
+    found = everything_local(model, optimizer)
+    for name, value in at_save.items():
+        assert torch.equal(found.pop(name), value), name
+    assert not any(value.any() for value in found.values())  # what an option has added begins with zeros
+
+
+def everything_local(model, optimizer):
+    return {
+        f"{name}.{key}": (value.to_local() if isinstance(value, DTensor) else value).clone()
+        for name, param in model.named_parameters()
+        for key, value in (optimizer.state[param].items() if param in optimizer.state else ())
+    }
+
+
+@pytest.mark.parametrize("option", ["frozen", "amsgrad"])
+def test_state_that_one_rank_has(ranks, tmp_path, option):
+    ranks.run(2, save_frozen_expert, tmp_path / "saved", option)
+
+
+def two_checkpoints(folder):
+    model, optimizer = build(SMALL)
+    for name in "ab":
+        train(model, optimizer, range(2))
+        checkpoint.save(folder / name, model, optimizer)
+
+
+def load_differently(folder, which):
+    """Rank 1 means another folder, or none."""
+    model, optimizer = build(SMALL, seed=1)
+    before = everything(model, optimizer)
+    chosen = {"another": [folder / "a", folder / "b"], "none": [folder / "a", None]}[which][dist.get_rank()]
+    said = message_of(lambda: checkpoint.load(chosen, model, optimizer))
+    assert_same(everything(model, optimizer), before)
+    return said
+
+
+@pytest.mark.parametrize(("which", "words"), [("another", "different checkpoints"), ("none", "found None")])
+def test_ranks_must_mean_one_checkpoint(ranks, tmp_path, which, words):
+    ranks.run(2, two_checkpoints, tmp_path)
+    for said in ranks.run(2, load_differently, tmp_path, which, timeout=30):
+        assert said.startswith("CheckpointError")
+        assert words in said
+
+
+def fail_while_loading(folder):
+    """Rank 1 cannot read one tensor when others have been written: no rank may train on."""
+    model, optimizer = build(SMALL)
+    train(model, optimizer, range(2))
+    read = Stored.read
+
+    def bad(self, name, box, into):
+        if dist.get_rank() == 1 and name.endswith("embed.weight.exp_avg"):
+            raise OSError("I/O error")
+        return read(self, name, box, into)
+
+    with mock.patch.object(Stored, "read", bad):
+        said = message_of(lambda: checkpoint.load(folder / "a", model, optimizer))
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(StepLostError, match="I/O error"):
+        optimizer.step()
+    optimizer.zero_grad()
+    checkpoint.load(folder / "a", model, optimizer)
+    train(model, optimizer, range(2))
+    return said
+
+
+def test_a_load_that_fails_on_one_rank_is_lost_on_all(ranks, tmp_path):
+    ranks.run(2, two_checkpoints, tmp_path)
+    assert all("I/O error" in said for said in ranks.run(2, fail_while_loading, tmp_path))
+
+
+def load_without_room(folder, save):
+    """The checkpoint's options need more state than rank 1 may have."""
+    amsgrad = {"lr": 0.5, "amsgrad": True}
+    torch.manual_seed(0)
+    model = nn.Linear(20, 33)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    budget = {"host_budget": "4KiB"} if dist.get_rank() == 1 and not save else {}
+    inner = torch.optim.AdamW(model.parameters(), **(amsgrad if save else {"lr": 0.01}))
+    optimizer = offstage.offload(inner, model, **SMALL, **budget)
+
+    def two_steps():
+        for _ in range(2):
+            model(torch.ones(2, 20)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: whole(value) for name, value in model.state_dict().items()}
+
+    two_steps()
+    if save:
+        checkpoint.save(folder, model, optimizer)
+        return None
+    said = message_of(lambda: checkpoint.load(folder, model, optimizer))
+    (group,) = optimizer.param_groups
+    return said, group["lr"], group["amsgrad"], two_steps()
+
+
+def test_a_load_that_one_rank_has_no_room_for_changes_no_options(ranks, tmp_path):
+    ranks.run(2, load_without_room, tmp_path / "saved", True)
+    answers = ranks.run(2, load_without_room, tmp_path / "saved", False)
+    for said, lr, amsgrad, _ in answers:
+        assert "host_budget" in said
+        assert (lr, amsgrad) == (0.01, False)
+    assert_same(answers[0][3], answers[1][3])
+
+
+def destroy_while_saving(folder):
+    """Whoever destroys the process group before the save is complete hears of it, and there is no checkpoint."""
+    model, optimizer = build(SMALL)
+    train(model, optimizer, range(2))
+    with LateWriter() as late:
+        saving = checkpoint.async_save(folder, model, optimizer)
+        dist.destroy_process_group()
+        late.begin.set()
+        said = message_of(lambda: saving.result(30))
+    return said, checkpoint.is_complete(folder)
+
+
+def test_a_process_group_that_is_destroyed_while_it_is_saved(ranks, tmp_path):
+    for said, complete in ranks.run(2, destroy_while_saving, tmp_path / "saved"):
+        assert said.startswith("CheckpointError")
+        assert "process group was destroyed" in said
+        assert not complete

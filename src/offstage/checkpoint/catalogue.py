@@ -58,7 +58,7 @@ class Catalogue:
     """What is kept once per parameter, for each of this rank's boxes of a saved name. Ranks may differ where experts
     are on a mesh of their own."""
     fillers: dict[str, tuple[str, list[Box]]] = field(default_factory=dict)
-    """Entries for state that this rank has not: the saved name of the parameter, and the boxes."""
+    """Entries for state that this rank has not: the saved name of the parameter, and the boxes without any state."""
 
     def add(self, entry: Entry, path: tuple[str | int, ...]) -> None:
         self.entries.append(entry)
@@ -204,6 +204,11 @@ class SnapshotStaging(Staging):
 
     def kept(self, held: HeldState, key: str) -> Line:
         assert held.host is not None
+        if id(held.host) not in self._snapshots:
+            raise ConfigError(
+                "async_save() expects an optimizer that trains on, and reads its state meanwhile; found one that was "
+                "closed. Use save()."
+            )
         return Kept(self._snapshots[id(held.host)], held.index, key)
 
 
@@ -242,8 +247,9 @@ def _add_optimizer(
             for part in parts:
                 renamed = _renamed(part, f"{OPTIM}.state.{part.name}.{key}")
                 catalogue.add(Entry(renamed, dtype, line), (OPTIM, "state", part.name, key))
-                if not held.present:
-                    catalogue.fillers.setdefault(renamed.name, (part.name, []))[1].append(part.box)
+                if not held.present or isinstance(line, Zeros):
+                    _, absent = catalogue.fillers.setdefault(renamed.name, (part.name, []))
+                    absent += [] if held.present else [part.box]
         numbers = {key: _number(value) for key, value in held.scalars.items()}
         for part in parts if numbers else ():
             catalogue.scalars.setdefault(part.name, []).append((part.box, numbers))
@@ -269,10 +275,10 @@ def name_in(layouts: Layouts, held: HeldState) -> str:
 def state_lines(held: HeldState, weight: Line, staging: Staging) -> dict[str, tuple[Line, torch.dtype]]:
     """The state of one parameter under its public names.
 
-    A shard without state yet is saved as zeros: other ranks may have state for theirs, and a tensor is saved whole.
+    What a shard has not yet is saved as zeros: other ranks may have it for theirs, and a tensor is saved whole.
     """
-    present = held.present
-    if not present and not (held.param.requires_grad and held.local is not held.param):
+    present, is_shard = held.present, held.local is not held.param
+    if not present and not is_shard:
         return {}
     kept = {key.name: _kept(held, key.name, key.dtype, staging) for key in held.keys if key.shape is None}
     lines: dict[str, tuple[Line, torch.dtype]] = {}
@@ -283,7 +289,7 @@ def state_lines(held: HeldState, weight: Line, staging: Staging) -> dict[str, tu
             lines[MASTER_KEY] = (Joined(weight, kept[key.name], squares) if ours else Widened(weight)), torch.float32
         elif key.name == MASTER_KEY and MASTER_KEY not in present:
             lines[MASTER_KEY] = Widened(weight), torch.float32
-        elif key.name in present or not present:
+        elif key.name in present or is_shard:
             split = key.name == "exp_avg_sq" and MASTER_LOW_KEY in kept
             lines[key.name] = (Unsigned(kept[key.name]) if split else kept[key.name]), key.dtype
     return lines
@@ -318,8 +324,9 @@ def _renamed(part: Part, name: str) -> Part:
 
 
 def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """The values of nested dicts and their paths; a list is one value, and so is an empty dict."""
-    if isinstance(value, Mapping) and value:
+    """The values of nested dicts and their paths; a list is one value, and so is a dict that is empty or of numbers."""
+    within = len(path) > 1
+    if isinstance(value, Mapping) and value and not (within and any(not isinstance(key, str) for key in value)):
         for key, inner in value.items():
             if not isinstance(key, str) or not key or "." in key:
                 raise ConfigError(
@@ -339,7 +346,7 @@ def merged_groups(everyone: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str
         for position, group in enumerate(groups):
             options = {name: value for name, value in group.items() if name != "params"}
             for there, place in zip(merged, positions, strict=True):
-                if place == position and _same_options(there, options):
+                if place == position and same_options(there, options):
                     there["params"].update(dict.fromkeys(group["params"]))
                     break
             else:
@@ -348,8 +355,15 @@ def merged_groups(everyone: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str
     return [{**group, "params": list(group["params"])} for group in merged]
 
 
-def _same_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    return {name for name in group if name != "params"} == options.keys() and all(
-        bool(torch.equal(value, group[name])) if isinstance(value, torch.Tensor) else value == group[name]
-        for name, value in options.items()
-    )
+def same_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether `options` are those of `group`."""
+    names = {name for name in group if name != "params"}
+    return names == options.keys() and all(_same(options[name], group[name]) for name in names)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return bool(left == right)

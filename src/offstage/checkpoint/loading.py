@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,12 +24,12 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from offstage import master_weights
 from offstage.checkpoint.agreeing import Ranks
-from offstage.checkpoint.catalogue import EXTRA, GROUPS, MODEL, OPTIM, Layouts, name_in, part_of
+from offstage.checkpoint.catalogue import EXTRA, GROUPS, MODEL, OPTIM, Layouts, name_in, part_of, same_options
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, read_manifest, verify
 from offstage.checkpoint.names import clean_name
 from offstage.checkpoint.parts import Box, Part
-from offstage.checkpoint.saving import MARKER, checked_optimizer, synchronize_devices
+from offstage.checkpoint.saving import MARKER, checked_folder, checked_optimizer, synchronize_devices
 from offstage.checkpoint.stored import METADATA, Stored
 from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_SCALARS
 from offstage.dtensor import local_of
@@ -66,10 +67,13 @@ def load(
     Every rank calls it. `checksums=False` trusts the content of the files and compares sizes only. A folder without a
     manifest that `torch.distributed.checkpoint` wrote is loaded without either, with a warning.
     """
-    path, ranks = Path(folder), Ranks(group)
+    ranks = Ranks(group)
     with ranks.agreeing("Verifying the checkpoint"):
+        path = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)
         _verify(path, ranks, checksums)
+        content = zlib.crc32(_summary(path).read_bytes())
+    _check_one_checkpoint(ranks.gather((str(path), content)))
     stored = None
     with ranks.agreeing("Comparing the checkpoint with the model"):
         stored = Stored(path)
@@ -78,11 +82,34 @@ def load(
         job = _Load(stored, model, offloaded, splitter)
     assert stored is not None
     with stored:
-        with ranks.agreeing("Making room for the checkpoint"):
-            job.prepare()
-        with ranks.agreeing("Loading the checkpoint"):
-            job.run()
+        try:
+            with ranks.agreeing("Making room for the checkpoint"):
+                job.prepare()
+        except BaseException:  # maybe another rank's
+            job.take_back()
+            raise
+        try:
+            with ranks.agreeing("Loading the checkpoint"):
+                job.run()
+        except BaseException as error:
+            job.lose(error)
+            raise
     return job.extra
+
+
+def _summary(folder: Path) -> Path:
+    """The file that stands for the whole checkpoint."""
+    return folder / (MANIFEST if (folder / MANIFEST).exists() else METADATA)
+
+
+def _check_one_checkpoint(found: Sequence[tuple[str, int]]) -> None:
+    """Raise, on all ranks alike, if they are about to load different checkpoints."""
+    for rank, (folder, content) in enumerate(found):
+        if content != found[0][1]:
+            raise CheckpointError(
+                f"Ranks were given different checkpoints: rank 0 {found[0][0]}, rank {rank} {folder}. Expected one for "
+                "all. Choose it on one rank and tell the others, or copy it to every rank's disk."
+            )
 
 
 def _verify(folder: Path, ranks: Ranks, checksums: bool) -> None:
@@ -117,6 +144,7 @@ class _Load:
         self._absent: dict[str, Any] = stored.object(ABSENT_SHARDS) if ABSENT_SHARDS in stored else {}
         self._unequal: dict[str, Any] = stored.object(SHARD_SCALARS) if SHARD_SCALARS in stored else {}
         self._options: list[dict[str, Any]] = []
+        self._before: list[dict[str, Any]] = []
         if optimizer is not None:
             optimizer.follow_groups()
             for held in optimizer.all_held():
@@ -225,7 +253,7 @@ class _Load:
             same = groups.get(str(place), {})
             found_in = [by_name[name] for name in saved] or ([same] if not same.get("params", True) else [])
             options = [{k: v for k, v in one.items() if k != "params"} for one in found_in]
-            if any(str(one) != str(options[0]) for one in options[1:]):
+            if not all(same_options(one, options[0]) for one in options[1:]):
                 raise CheckpointError(
                     f"{self._stored.folder}: the parameters of group {place} were in groups with different options; "
                     "expected one. Group the parameters as they were when the checkpoint was saved."
@@ -254,18 +282,27 @@ class _Load:
                 {**{name: value for name, value in group.items() if name not in ("params", "param_names")}, **options}
                 for group, options in zip(self._optimizer.param_groups, self._options, strict=True)
             ]
+            before = [dict(group) for group in self._optimizer.param_groups]
             with deferred_interrupts():
                 replace_groups(self._optimizer, groups)
+                self._before = before
+
+    def take_back(self) -> None:
+        """Another rank has no room: the options are again as before."""
+        if self._optimizer is not None:
+            for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
+                group.clear()
+                group.update(before)
+
+    def lose(self, error: BaseException) -> None:
+        """What fails in `run`, on any rank, leaves model and state between two checkpoints, on all of them."""
+        if self._optimizer is not None:
+            self._optimizer.lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
 
     def run(self) -> None:
-        """Write everything. What fails now leaves model and state between two checkpoints, and says so."""
+        """Write everything."""
         with deferred_interrupts():
-            try:
-                self._run()
-            except BaseException as error:
-                if self._optimizer is not None:
-                    self._optimizer.lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
-                raise
+            self._run()
 
     def _run(self) -> None:
         optimizer = self._optimizer

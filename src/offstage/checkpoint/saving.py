@@ -67,22 +67,23 @@ def save(
     ranks = Ranks(group)
     with contextlib.ExitStack() as until_written:
         with ranks.agreeing("Preparing the checkpoint"):
+            path = checked_folder(folder)
             offloaded = checked_optimizer(optimizer)
             if offloaded is not None:
                 offloaded.check_not_lost()
                 offloaded.drain_state()
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
             synchronize_devices(model)
-            until_written.enter_context(_alone_in(Path(folder)))
-            _prepare(Path(folder), ranks)
-        _write(Path(folder), catalogue, ranks)
+            until_written.enter_context(_alone_in(path))
+            _prepare(path, ranks)
+        _write(path, catalogue, ranks)
 
 
 class AsyncSave:
     """A save under way. `result()` waits for it and raises what went wrong."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self) -> None:
+        self.folder = Path()
         self._over = threading.Event()
         self._error: BaseException | None = None
         self._settle: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -118,6 +119,7 @@ class AsyncSave:
 
     def _prepare(
         self,
+        folder: str | os.PathLike[str],
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         extra: Mapping[str, Any],
@@ -125,6 +127,7 @@ class AsyncSave:
         ranks: Ranks,
     ) -> None:
         """Everything that must be as it is now is copied, or known to be kept."""
+        self.folder = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)
         if offloaded is not None:
             offloaded.check_not_lost()
@@ -145,7 +148,8 @@ class AsyncSave:
     def _run(self, ranks: Ranks) -> None:
         assert self._catalogue is not None
         try:
-            _write(self.folder, self._catalogue, ranks)
+            with _while_grouped(self.folder, ranks):
+                _write(self.folder, self._catalogue, ranks)
         except BaseException as error:
             logger.error("the save to %s failed:\n%s", self.folder, "".join(traceback.format_exception(error)))
             _forget_frames(error)
@@ -185,10 +189,10 @@ def async_save(
     if (previous := _last) is not None:
         previous.wait()  # its ranks talk to each other over the same process group
     ranks = Ranks(_background_group())
-    started = AsyncSave(Path(folder))
+    started = AsyncSave()
     try:
         with ranks.agreeing("Preparing the checkpoint"):
-            started._prepare(model, optimizer, extra or {}, splitter, ranks)
+            started._prepare(folder, model, optimizer, extra or {}, splitter, ranks)
         _last = started
         threading.Thread(target=started._run, args=(ranks,), name="offstage-save", daemon=False).start()
     except BaseException:
@@ -220,6 +224,21 @@ def _check_room(optimizer: OffloadedOptimizer | None, copies: int) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def _while_grouped(folder: Path, ranks: Ranks) -> Iterator[None]:
+    """Whoever destroys the process group meanwhile is told so, and the other ranks do not wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        if ranks.alone or dist.is_initialized():
+            raise
+        _background.clear()  # the others wait as long as this rank has its end of the connection
+        raise CheckpointError(
+            f"{folder}: the process group was destroyed before the save was complete. Expected it to stay until then. "
+            "The folder is incomplete and will not be loaded. Wait first: result() of what async_save() returned."
+        ) from error
+
+
 def _background_group() -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
@@ -229,6 +248,16 @@ def _background_group() -> dist.ProcessGroup | None:
         assert made is not None
         _background[default] = made
     return _background[default]
+
+
+def checked_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """Raise if there is none: `latest()` may have found nothing, and on one rank only."""
+    if folder is None:
+        raise CheckpointError(
+            "Expected the folder of a checkpoint; found None. latest() returns it where there is no complete "
+            "checkpoint: ask it before, and begin anew."
+        )
+    return Path(folder)
 
 
 def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | None:
@@ -311,7 +340,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
     started = time.time()
     threads = max(1, min(_MAX_THREADS, usable_cpus() // ranks_on_this_host()))
-    writer, planner = Writer(folder, threads), Planner(catalogue)
+    writer, planner = Writer(folder, threads), Planner(catalogue, ranks.size)
     try:
         if ranks.alone:
             _write_alone(writer, planner)

@@ -54,9 +54,9 @@ ABSENT_SHARDS = "offstage.absent_shards"
 class Planner(DefaultSavePlanner):
     """Describes a catalogue to DCP."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue, num_ranks: int) -> None:
         super().__init__()
-        self._catalogue = catalogue
+        self._catalogue, self._num_ranks = catalogue, num_ranks
         self.entries: dict[MetadataIndex, Entry] = {}
         self._objects = dict(catalogue.objects)
         self._scalars: list[Entry] = []
@@ -81,6 +81,8 @@ class Planner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Only on the coordinator: what the ranks say of groups and steps becomes objects that it writes itself."""
+        if len(all_plans) != self._num_ranks:  # DCP goes on alone where it finds no process group
+            raise CheckpointError(f"{self._num_ranks} ranks began this save; found a plan of {len(all_plans)}.")
         told: list[_Told] = [plan.planner_data for plan in all_plans]
         _check_alike(all_plans)
         all_plans = _without_nobodys(all_plans)

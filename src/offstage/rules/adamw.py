@@ -32,6 +32,7 @@ class AdamRule(Rule):
 
     rate_is_known = True
     names = frozenset({MASTER_KEY, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
+    counts_from = 0.0
     required = frozenset({"exp_avg", "exp_avg_sq"})
 
     def __init__(self, config: OffloadConfig, *, decoupled: bool) -> None:

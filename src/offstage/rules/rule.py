@@ -140,6 +140,8 @@ class Rule(ABC):
 
     names: frozenset[str] = frozenset({MASTER_KEY})
     """Everything this family may keep per element under any options, and masters."""
+    counts_from: float | None = None
+    """The `step` of a parameter that has had none; `None` where only the class knows what it would begin with."""
     required: frozenset[str] = frozenset()
     """What state that exists at all must have. Other keys may appear one by one."""
 
