@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -1281,6 +1282,26 @@ def test_options_that_need_more_memory_than_there_may_be(tmp_path):
     refused_load(tmp_path / "saved", *other, "host_budget", error=HostMemoryError)
     assert not other[1].param_groups[0]["amsgrad"]
     train(*other, range(2))
+
+
+def test_ctrl_c_while_it_is_loaded_comes_after_it(complete):
+    model, optimizer = trained(PLANS["split"])
+    expected = build(PLANS["split"])
+    checkpoint.load(complete, *expected)
+    read, interrupted = Stored.read, []
+
+    def with_ctrl_c(self, *arguments, **more):
+        if not interrupted and optimizer.param_groups[0]["lr"] == expected[1].param_groups[0]["lr"]:
+            interrupted.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+        return read(self, *arguments, **more)
+
+    optimizer.param_groups[0]["lr"] = 0.5  # as in the checkpoint when the writing begins
+    with mock.patch.object(Stored, "read", with_ctrl_c), pytest.raises(KeyboardInterrupt):
+        checkpoint.load(complete, model, optimizer)
+    assert interrupted
+    optimizer.check_not_lost()
+    assert_same_tree(everything(model, optimizer), everything(*expected))
 
 
 class Attention(nn.Module):

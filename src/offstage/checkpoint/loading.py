@@ -92,7 +92,8 @@ def load(
             with ranks.agreeing("Loading the checkpoint"):
                 job.run()
         except BaseException as error:
-            job.lose(error)
+            if not (job.is_loaded and ranks.size == 1):  # a Ctrl-C that had to wait until everything was written
+                job.lose(error)
             raise
     return job.extra
 
@@ -145,6 +146,7 @@ class _Load:
         self._unequal: dict[str, Any] = stored.object(SHARD_SCALARS) if SHARD_SCALARS in stored else {}
         self._options: list[dict[str, Any]] = []
         self._before: list[dict[str, Any]] = []
+        self.is_loaded = False
         if optimizer is not None:
             optimizer.follow_groups()
             for held in optimizer.all_held():
@@ -303,6 +305,7 @@ class _Load:
         """Write everything."""
         with deferred_interrupts():
             self._run()
+            self.is_loaded = True
 
     def _run(self) -> None:
         optimizer = self._optimizer
