@@ -182,8 +182,8 @@ def async_save(
     """The same, in the background: what is saved is the state at the moment of the call. Every rank calls it.
 
     Weights and resident state are copied now. State on the host is read while training goes on; chunks that an update
-    is about to overwrite are copied first. The copies take at most as much memory as the state, which `host_budget`
-    must allow. A second save waits until the first is complete.
+    is about to overwrite are copied first. The copies take at most as much memory as all that is saved, weights
+    included, which `host_budget` must allow. A second save waits until the first is complete.
     """
     global _last
     if (previous := _last) is not None:
