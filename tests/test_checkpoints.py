@@ -1261,8 +1261,12 @@ def test_groups_with_nearly_the_same_options(tmp_path):
     one = offstage.offload(torch.optim.AdamW(model.parameters(), lr=rates[0]), model, **SMALL)
     refused_load(tmp_path / "saved", model, one, "group 0", "different options")
     rates[1].copy_(rates[0])
+    optimizer.param_groups[0]["note"] = float("nan")  # which is not equal to itself
     checkpoint.save(tmp_path / "same", model, optimizer)
-    checkpoint.load(tmp_path / "same", model, one)
+    checkpoint.load(tmp_path / "same", model, optimizer)
+    del optimizer.param_groups[0]["note"]
+    checkpoint.save(tmp_path / "one", model, optimizer)
+    checkpoint.load(tmp_path / "one", model, one)
 
 
 def test_parameters_that_had_no_optimizer(tmp_path):

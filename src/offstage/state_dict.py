@@ -127,7 +127,8 @@ def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
         groups.append(packed)
     everyone = {i: optimizer.held(param).export() for param, i in index.items()}
     if any(everyone.values()):
-        # Ranks compare and gather these name by name: all have the same, whoever got which gradients.
+        # Ranks gather these name by name: all that have any state have the same names, whoever got which gradients.
+        # Where a rank has none at all, torch's own functions make a first step for it.
         missing = [param for param, i in index.items() if not everyone[i] and is_divided(param) and param.requires_grad]
         everyone |= {index[param]: optimizer.held(param).export_first() for param in missing}
     state = {i: {name: _on_host(value) for name, value in found.items()} for i, found in everyone.items() if found}

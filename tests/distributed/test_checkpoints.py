@@ -753,7 +753,10 @@ def load_without_room(folder, save):
         return None
     said = message_of(lambda: checkpoint.load(folder, model, optimizer))
     (group,) = optimizer.param_groups
-    return said, group["lr"], group["amsgrad"], two_steps()
+    answer = said, group["lr"], group["amsgrad"], two_steps()
+    checkpoint.save(f"{folder}-again", model, optimizer)
+    assert all(set(optimizer.state[param]) == {"step", "exp_avg", "exp_avg_sq"} for param in model.parameters())
+    return answer
 
 
 def test_a_load_that_one_rank_has_no_room_for_changes_no_options(ranks, tmp_path):

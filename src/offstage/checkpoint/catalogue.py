@@ -330,8 +330,8 @@ def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str
         for key, inner in value.items():
             if not isinstance(key, str) or not key or "." in key:
                 raise ConfigError(
-                    f"extra has the key {key!r}; expected names without dots, because dots separate the keys of nested "
-                    "dicts in a checkpoint. Rename it."
+                    f"extra has the key {key!r}; expected strings without dots, because dots separate the keys of "
+                    "nested dicts in a checkpoint. Rename it."
                 )
             yield from _leaves((*path, key), inner)
     else:
@@ -366,4 +366,4 @@ def _same(left: Any, right: Any) -> bool:
         return torch.equal(left, right)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(_same, left, right))
-    return bool(left == right)
+    return left is right or bool(left == right)  # a NaN is not equal to itself

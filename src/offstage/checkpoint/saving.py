@@ -254,8 +254,8 @@ def checked_folder(folder: str | os.PathLike[str] | None) -> Path:
     """Raise if there is none: `latest()` may have found nothing, and on one rank only."""
     if folder is None:
         raise CheckpointError(
-            "Expected the folder of a checkpoint; found None. latest() returns it where there is no complete "
-            "checkpoint: ask it before, and begin anew."
+            "Expected the folder of a checkpoint; found None, which latest() returns where no checkpoint is complete. "
+            "Name a folder; to load, ask latest() first, and begin anew where it has none."
         )
     return Path(folder)
 

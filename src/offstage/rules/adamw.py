@@ -186,7 +186,9 @@ class AdamRule(Rule):
             if "step" not in state.scalars:
                 state.scalars["step"] = torch.tensor(0.0)
             state.scalars["step"].fill_(turn.step)  # in place: a state dict that was handed out counts on, as in torch
-            state.present = frozenset(key.name for key in state.keys)
+            # There may be room for more than the options use: a load that asked for it was taken back.
+            unused = frozenset() if turn.group["amsgrad"] else frozenset({"max_exp_avg_sq"}) - state.present
+            state.present = frozenset(key.name for key in state.keys) - unused
 
     def remember(self, device: torch.device, turn: Turn) -> None:
         scratch = self._scratch_of(device)
