@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offstage
+from offstage import state_dict
+from offstage.held_state import HeldState
 from offstage.master_weights import join, split
 
 
@@ -156,3 +158,26 @@ def test_state_read_after_a_foreign_write_is_sane():
     optimizer.step()
     param.data.zero_()
     assert torch.equal(optimizer.state_dict()["state"][0]["master_weight"], torch.zeros(500))
+
+
+def test_a_state_dict_joins_one_parameter_at_a_time(monkeypatch):
+    """Joined masters of resident state are on the device until they are copied: never those of all parameters."""
+    params = [nn.Parameter(torch.randn(8, 8).to(torch.bfloat16)) for _ in range(3)]
+    optimizer = offstage.offload(torch.optim.AdamW(params), fraction=0.0, master_weights="split")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    happened = []
+
+    def exported(held, real=HeldState.export):
+        happened.append("export")
+        return real(held)
+
+    def on_host(value, real=state_dict._on_host):
+        happened.append("to the host")
+        return real(value)
+
+    monkeypatch.setattr(HeldState, "export", exported)
+    monkeypatch.setattr(state_dict, "_on_host", on_host)
+    optimizer.state_dict()
+    assert happened == ["export", *["to the host"] * 4] * 3  # step, master, both moments

@@ -125,13 +125,16 @@ def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
         packed = {name: value for name, value in group.items() if name != "params"}
         packed["params"] = [index[param] for param in group["params"]]
         groups.append(packed)
-    everyone = {i: optimizer.held(param).export() for param, i in index.items()}
-    if any(everyone.values()):
+    state = {}
+    for param, i in index.items():  # one after the other: split masters that are resident are joined on the device
+        if exported := optimizer.held(param).export():
+            state[i] = {name: _on_host(value) for name, value in exported.items()}
+    if state:
         # Ranks gather these name by name: all that have any state have the same names, whoever got which gradients.
         # Where a rank has none at all, torch's own functions make a first step for it.
-        missing = [param for param, i in index.items() if not everyone[i] and is_divided(param) and param.requires_grad]
-        everyone |= {index[param]: optimizer.held(param).export_first() for param in missing}
-    state = {i: {name: _on_host(value) for name, value in found.items()} for i, found in everyone.items() if found}
+        missing = {i: param for param, i in index.items() if i not in state and is_divided(param)}
+        first = {i: optimizer.held(param).export_first() for i, param in missing.items() if param.requires_grad}
+        state = dict(sorted({**state, **{i: values for i, values in first.items() if values}}.items()))
     result: dict[str, Any] = {"state": state, "param_groups": groups}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         replaced = post_hook(optimizer, result)
