@@ -43,14 +43,13 @@ from offstage.host_memory import Arena
 from offstage.rules import adamw
 from offstage.snapshot import Snapshot
 from tests.contract.support import CLASSES, assert_same_tree, one_process_group, unchanged
+from tests.slow_writer import LONGEST_S, SlowWriter
 from tests.threaded_lanes import with_threads
 from tests.training import lazily
 
 SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 RESIDENT = {"fraction": 0.0}
 THREADED = "threaded"
-LONGEST_S = 60.0
-"""No wait of these tests takes so long, unless something hangs."""
 
 
 def lanes(kind):
@@ -432,31 +431,6 @@ def loaded_from(folder, dtype=torch.bfloat16):
     model, optimizer = deep({**RESIDENT, "master_weights": "fp32"}, seed=3, dtype=dtype)
     checkpoint.load(folder, model, optimizer)
     return everything(model, optimizer)
-
-
-class SlowWriter:
-    """Stops a save before every tensor until somebody lets it go on."""
-
-    def __init__(self):
-        self.reached = threading.Event()
-        self.real = writer._blocks
-        self._changed = threading.Condition()
-        self._permits = 0.0
-
-    def blocks(self, entry):
-        self.reached.set()
-        with self._changed:
-            assert self._changed.wait_for(lambda: self._permits > 0, LONGEST_S), "nobody has let the writer go on"
-            self._permits -= 1
-        yield from self.real(entry)
-
-    def let(self, tensors):
-        with self._changed:
-            self._permits += tensors
-            self._changed.notify_all()
-
-    def open(self):
-        self.let(float("inf"))
 
 
 @pytest.fixture

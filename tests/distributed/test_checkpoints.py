@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints on real processes: any world size and plan to any other, and nobody waits for ever."""
 
+import contextlib
 import shutil
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -27,6 +27,7 @@ from offstage import checkpoint
 from offstage.checkpoint import writer
 from offstage.checkpoint.stored import Stored
 from offstage.errors import CheckpointError, StepLostError
+from tests.slow_writer import SlowWriter
 
 SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 STREAMED = {**SMALL, "master_weights": "fp32"}
@@ -412,24 +413,15 @@ def test_a_save_that_one_rank_cannot_make_raises_on_all(ranks, tmp_path):
 # Asynchronous saves
 
 
-class LateWriter:
-    """A save writes nothing until it may begin: by then every chunk has been overwritten."""
-
-    def __init__(self):
-        self.begin = threading.Event()
-        self._blocks = writer._blocks
-
-    def __enter__(self):
-        writer._blocks = self._late_blocks
-        return self
-
-    def __exit__(self, *_):
-        self.begin.set()  # whatever has failed: the writer ends
-        writer._blocks = self._blocks
-
-    def _late_blocks(self, entry):
-        assert self.begin.wait(60)
-        yield from self._blocks(entry)
+@contextlib.contextmanager
+def held_back():
+    """Nothing is written until it may begin: by then every chunk can have been overwritten."""
+    slow = SlowWriter()
+    with mock.patch.object(writer, "_blocks", slow.blocks):
+        try:
+            yield slow
+        finally:
+            slow.open()  # whatever has failed: the writer ends
 
 
 def save_beside_training(folder, plan):
@@ -437,11 +429,11 @@ def save_beside_training(folder, plan):
     train(model, optimizer, range(3))
     checkpoint.save(folder / "sync", model, optimizer)
     at_call = everything(model, optimizer)
-    with LateWriter() as late:
+    with held_back() as slow:
         saving = checkpoint.async_save(folder / "async", model, optimizer)
         train(model, optimizer, range(3, 13))
         assert not saving.done()
-        late.begin.set()
+        slow.open()
         train(model, optimizer, range(13, 23))
         saving.result()
     state = optimizer.receipt().host_state_bytes + optimizer.receipt().device_state_bytes
@@ -772,10 +764,10 @@ def destroy_while_saving(folder):
     """Whoever destroys the process group before the save is complete hears of it, and there is no checkpoint."""
     model, optimizer = build(SMALL)
     train(model, optimizer, range(2))
-    with LateWriter() as late:
+    with held_back() as slow:
         saving = checkpoint.async_save(folder, model, optimizer)
         dist.destroy_process_group()
-        late.begin.set()
+        slow.open()
         said = message_of(lambda: saving.result(30))
     return said, checkpoint.is_complete(folder)
 
