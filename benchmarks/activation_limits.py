@@ -37,7 +37,7 @@ from benchmarks.checkpoints import SMALL_CHUNKS
 from benchmarks.common import rss_bytes
 from benchmarks.overlap import IN_BACKWARD, OVERLAP_FORWARD, RECEIPT_FIELDS, gib, rounded
 from benchmarks.workload import Size, adamw, build, tokens
-from offstage.activations import offload_activations
+from offstage.activations.offload import offload_activations
 
 DEVICE_LIMIT = 24 * 2**30
 STEPS = {"full": 4096, "small": 16}

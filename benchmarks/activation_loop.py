@@ -22,7 +22,7 @@ from benchmarks.anywhere import DEVICE, Row, allocated_bytes, now, peak_bytes, r
 from benchmarks.common import rss_bytes
 from benchmarks.overlap import BATCH, gib, rounded
 from benchmarks.workload import GPT, Size, build, tokens
-from offstage.activations import ActivationOffload, offload_activations
+from offstage.activations.offload import ActivationOffload, offload_activations
 
 SIZES = {
     "full": Size(),

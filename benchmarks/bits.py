@@ -26,9 +26,9 @@ import torch
 
 import offstage
 from benchmarks.common import write_row
-from offstage.accelerator_lanes import AcceleratorLanes
-from offstage.host_threads import Slice
-from offstage.lanes import Lane, Mark, Work, pieces_of, use_lanes
+from offstage.lanes.accelerator import AcceleratorLanes
+from offstage.lanes.host_threads import Slice
+from offstage.lanes.lanes import Lane, Mark, Work, pieces_of, use_lanes
 
 SHAPES = [(1021, 1031), (4096,), (33, 65), (2048, 512), (7,), (1,), (300_007,)]
 DELAY_CYCLES = 2_000_000  # about a millisecond

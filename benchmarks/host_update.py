@@ -30,9 +30,9 @@ import torch
 
 from benchmarks.common import write_row
 from benchmarks.fetch_peers import environment
-from offstage.host_threads import HostThreads
-from offstage.master_weights import join
+from offstage.lanes.host_threads import HostThreads
 from offstage.rules import adamw_host
+from offstage.rules.master_weights import join
 
 SLICE = 1 << 20
 LR, BETAS, WEIGHT_DECAY, EPS = 1e-4, (0.9, 0.95), 0.1, 1e-8

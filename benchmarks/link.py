@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.common import write_row
-from offstage.accelerator_lanes import AcceleratorLanes
-from offstage.copies import copy_work
-from offstage.host_memory import Arena
-from offstage.lanes import Lane, run_all
+from offstage.lanes.accelerator import AcceleratorLanes
+from offstage.lanes.copies import copy_work
+from offstage.lanes.lanes import Lane, run_all
+from offstage.memory.arena import Arena
 
 COPY_BYTES = 27_000_000  # about what a moment of a 64 MiB chunk has
 COPIES = 100

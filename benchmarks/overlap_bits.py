@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import offstage
 from benchmarks.bits import DELAY_CYCLES, DelayedLanes, num_different
 from benchmarks.common import write_row
-from offstage.checked_lanes import CheckedLanes
-from offstage.dropped_gradient import DroppedGradient
-from offstage.lanes import Lane, Lanes, use_lanes
+from offstage.lanes.lanes import Lane, Lanes, use_lanes
+from offstage.lanes.testing.checked import CheckedLanes
+from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 
 STEPS = 30
 CHECKED_STEPS = 10

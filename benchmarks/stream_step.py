@@ -17,7 +17,7 @@ import torch
 import offstage
 from benchmarks.common import milliseconds, rss_bytes, write_row
 from offstage.config import parse_size
-from offstage.host_memory import Arena
+from offstage.memory.arena import Arena
 
 PIECE = 16 * 2**20  # elements: 64 MiB a copy
 LAYERS = 32

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from offstage import checkpoint
 from offstage.config import format_size
-from offstage.plan import Placement, Plan
+from offstage.planning.plan import Placement, Plan
 
 FOLDER = Path("runs/demo")
 STEPS, KILLED_AFTER = 60, 47

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 # What the tests measure of this machine is nobody else's business.
 _cache = tempfile.TemporaryDirectory(prefix="offstage-tests-")

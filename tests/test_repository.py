@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PYTHON = [*SOURCES, *sorted(p for d in ("tests", "benchmarks", "examples") for p in (ROOT / d).rglob("*.py"))]
-KNOW_CUDA = {"host_memory.py", "accelerator_lanes.py", "adamw_triton.py"}
+KNOW_CUDA = {"arena.py", "accelerator.py", "adamw_triton.py"}
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
@@ -41,13 +41,16 @@ def test_public_names():
 
     assert set(offstage.__all__) == {
         "ActivationConfig",
+        "CheckpointError",
         "ConfigError",
+        "HostMemoryError",
         "Machine",
         "OffloadConfig",
         "OffloadIneffectiveError",
         "OffloadedOptimizer",
         "OffstageError",
         "Plan",
+        "StepLostError",
         "Workload",
         "World",
         "__version__",

@@ -1,26 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """offstage keeps training state off the accelerator until it is needed."""
 
-from offstage._version import __version__
-from offstage.activations import offload_activations
+from offstage.activations.offload import offload_activations
 from offstage.config import ActivationConfig, OffloadConfig
-from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
-from offstage.machine import Machine, measure_machine
-from offstage.optimizer import OffloadedOptimizer, offload
-from offstage.plan import Plan
-from offstage.planner import make_plan
-from offstage.predict import Workload
-from offstage.world import World
+from offstage.errors import (
+    CheckpointError,
+    ConfigError,
+    HostMemoryError,
+    OffloadIneffectiveError,
+    OffstageError,
+    StepLostError,
+)
+from offstage.optimizer.optimizer import OffloadedOptimizer, offload
+from offstage.planning.machine import Machine, measure_machine
+from offstage.planning.plan import Plan
+from offstage.planning.planner import make_plan
+from offstage.planning.predict import Workload
+from offstage.planning.world import World
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ActivationConfig",
+    "CheckpointError",
     "ConfigError",
+    "HostMemoryError",
     "Machine",
     "OffloadConfig",
     "OffloadIneffectiveError",
     "OffloadedOptimizer",
     "OffstageError",
     "Plan",
+    "StepLostError",
     "Workload",
     "World",
     "__version__",

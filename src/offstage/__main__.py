@@ -3,7 +3,7 @@
 
 import sys
 
-from offstage.cli import main
+from offstage.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,10 +16,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import offstage
+from offstage.engine.param_state import HeldState
 from offstage.errors import HostMemoryError
-from offstage.held_state import HeldState
-
-from .support import (
+from tests.support.contract import (
     CLASSES,
     MASTERS,
     PLANS,

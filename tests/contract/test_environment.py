@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offstage
-from offstage import device_side, placing
-from offstage.engine import Engine
+from offstage.engine import transport as device_side
+from offstage.engine.engine import Engine
 from offstage.errors import StepLostError
-from offstage.plan import Placement
-
-from .support import (
+from offstage.optimizer import places as placing
+from offstage.planning.plan import Placement
+from tests.support.contract import (
     PLANS,
     SMALL,
     TORCH,
@@ -60,8 +60,8 @@ def run_python(code):
 
 PREAMBLE = """
 import torch, offstage
-from offstage.lanes import use_lanes
-from offstage.lazy_lanes import LazyLanes
+from offstage.lanes.lanes import use_lanes
+from offstage.lanes.testing.lazy import LazyLanes
 made = []
 def lanes(device):
     made.append(LazyLanes(device, seed=0))

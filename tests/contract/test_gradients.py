@@ -7,8 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import offstage
-
-from .support import (
+from tests.support.contract import (
     CLASSES,
     PLANS,
     SMALL,

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from offstage import device_side, host_side
-from offstage.plan import Placement
-
-from .support import (
+from offstage.engine import arenas as host_side
+from offstage.engine import transport as device_side
+from offstage.planning.plan import Placement
+from tests.support.contract import (
     CLASSES,
     SMALL,
     TORCH,

@@ -12,9 +12,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import offstage
-from offstage.plan import Placement
-
-from .support import (
+from offstage.planning.plan import Placement
+from tests.support.contract import (
     CLASSES,
     PLANS,
     SMALL,

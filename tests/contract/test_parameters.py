@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 import offstage
-
-from .support import (
+from tests.support.contract import (
     CLASSES,
     SMALL,
     TORCH,

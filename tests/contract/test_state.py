@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import offstage
-
-from .support import (
+from tests.support.contract import (
     CLASSES,
     MASTERS,
     PLANS,

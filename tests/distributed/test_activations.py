@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from offstage.activations import offload_activations
+from offstage.activations.offload import offload_activations
 from offstage.errors import ConfigError
-from tests.distributed.sharded import VOCABULARY, WIDTH, Block
-from tests.training import lazily, same_bits
+from tests.support.sharded import VOCABULARY, WIDTH, Block
+from tests.support.training import lazily, same_bits
 
 CONFIGS = {
     "all": {"keep_last": 0},

@@ -27,7 +27,7 @@ from offstage import checkpoint
 from offstage.checkpoint import writer
 from offstage.checkpoint.stored import Stored
 from offstage.errors import CheckpointError, StepLostError
-from tests.slow_writer import SlowWriter
+from tests.support.slow_writer import SlowWriter
 
 SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 STREAMED = {**SMALL, "master_weights": "fp32"}

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import offstage
 from offstage.errors import ConfigError
-from tests.distributed.sharded import (
+from tests.support.sharded import (
     MAX_NORM,
     VOCABULARY,
     WIDTH,
@@ -26,7 +26,7 @@ from tests.distributed.sharded import (
     look,
     train,
 )
-from tests.training import lazily
+from tests.support.training import lazily
 
 SMALL = {"chunk_bytes": "16KiB"}
 PLANS = {

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import offstage
-from offstage.early import Early
 from offstage.errors import ConfigError, OffstageError
-from tests.distributed.sharded import (
+from offstage.optimizer.overlap.selection import Early
+from tests.support.sharded import (
     MAX_NORM,
     PLANS,
     Plain,
@@ -36,7 +36,7 @@ from tests.distributed.sharded import (
     tensor_parallel,
     train,
 )
-from tests.training import lazily
+from tests.support.training import lazily
 
 ROOT = Path(__file__).parent.parent.parent
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -14,7 +14,7 @@ from torch import nn
 import offstage
 from offstage import checkpoint
 from offstage.errors import CheckpointError
-from tests.ranks import RankError
+from tests.support.ranks import RankError
 
 KILLS = 20
 SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB", "master_weights": "split"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError
+from tests.support.ranks import RankError
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -88,7 +88,7 @@ def test_failures_are_shown_soon_and_the_next_run_works(ranks, function, says):
 def test_nothing_is_left_when_the_session_is_killed():
     """kill -9 of the session in the middle of a run: the server and its ranks go too."""
     script = (
-        "from tests.ranks import Ranks\n"
+        "from tests.support.ranks import Ranks\n"
         "from tests.distributed import test_ranks\n"
         "if __name__ == '__main__':\n"
         "    Ranks().run(2, test_ranks.tell_and_hang)\n"

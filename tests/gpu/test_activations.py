@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import offstage
 from benchmarks.overlap_bits import Checked, delayed_lanes
-from offstage.activations import ActivationOffload, offload_activations
-from offstage.lanes import Lane, use_lanes
+from offstage.activations.offload import ActivationOffload, offload_activations
+from offstage.lanes.lanes import Lane, use_lanes
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, TOKENS = 256, 512

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from benchmarks.bits import CASES, Case, DelayedLanes, mismatches
-from offstage.lanes import Lane, use_lanes
+from offstage.lanes.lanes import Lane, use_lanes
 from offstage.rules.rule import Hyperparameters
-from tests.training import same_bits
+from tests.support.training import same_bits
 
 STEPS = 30
 DELAYED = ("fp32", "bf16, fp32 masters", "bf16, split masters")
@@ -84,8 +84,8 @@ def test_triton_and_numba_agree() -> None:
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_every_tie_survives_on_the_device(moments: torch.dtype) -> None:
     """Masters half-way between two bf16, with exp_avg_sq 0 or not: the bit in its sign is kept, step after step."""
-    from offstage.master_weights import join, split
     from offstage.rules import adamw_triton
+    from offstage.rules.master_weights import join, split
 
     bits = torch.arange(2**16, dtype=torch.int32) << 16 | 0x8000
     master = bits.view(torch.float32)

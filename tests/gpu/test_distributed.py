@@ -36,11 +36,11 @@ from benchmarks.overlap_bits import (
     offloaded,
 )
 from offstage import checkpoint
-from offstage.dropped_gradient import DroppedGradient
-from offstage.dtensor import local_of
 from offstage.errors import CheckpointError, ConfigError
-from offstage.lanes import Lane, use_lanes
-from tests.training import same_bits
+from offstage.lanes.lanes import Lane, use_lanes
+from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.tensors import local_of
+from tests.support.training import same_bits
 
 DEVICE, BACKEND = "cuda", "nccl"
 STEPS = 8

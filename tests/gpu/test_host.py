@@ -23,11 +23,11 @@ import offstage
 from benchmarks.bits import LANES_TO_HOST, ON_HOST, DelayedLanes, mismatches
 from benchmarks.overlap_bits import SETTINGS, SMALL, Checked, Run, batches, build, delayed_lanes, offloaded, train
 from benchmarks.overlap_bits import mismatches as differences
-from offstage.checked_lanes import CheckedLanes
 from offstage.errors import OffstageError, RaceError, StepLostError
-from offstage.lanes import Lane, use_lanes
-from offstage.plan import Placement
-from tests.training import same_bits
+from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.testing.checked import CheckedLanes
+from offstage.planning.plan import Placement
+from tests.support.training import same_bits
 
 DEVICE = "cuda"
 STEPS = 8
@@ -103,7 +103,7 @@ def test_delays_change_nothing_under_overlap(lane: Lane) -> None:
 @pytest.mark.parametrize("setting", OVERLAPPED)
 def test_streams_with_little_room(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly everything is promised and given by the feeder, while the next forward runs."""
-    monkeypatch.setattr("offstage.accelerator_lanes._MOST_UNDER_WAY", 2)
+    monkeypatch.setattr("offstage.lanes.accelerator._MOST_UNDER_WAY", 2)
     for share, lane in itertools.product((0.0, 0.5), (Lane.FETCH, Lane.UPDATE, Lane.STORE)):
         with delayed_lanes(lane):
             config = {**SETTINGS[setting], "master_weights": "split", "host_fraction": share}

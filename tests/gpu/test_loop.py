@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import offstage
-from tests.training import same_bits
+from tests.support.training import same_bits
 
 STREAMED = {"fraction": 1.0, "min_bytes": 0, "chunk_bytes": "64KiB"}
 RESIDENT = {"fraction": 0.0}

@@ -33,10 +33,10 @@ from benchmarks.overlap_bits import (
     update_all_early,
 )
 from benchmarks.steady_state import OVERLAP_CASES, overlap_steady_state
-from offstage.checked_lanes import CheckedLanes
 from offstage.errors import OffstageError, RaceError
-from offstage.lanes import Lane, use_lanes
-from tests.training import same_bits
+from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.testing.checked import CheckedLanes
+from tests.support.training import same_bits
 
 DEVICE = "cuda"
 STEPS = 8

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import offstage
-from tests.training import same_bits
+from tests.support.training import same_bits
 
 CASES = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),

@@ -8,7 +8,7 @@ import torch
 
 from offstage.errors import OffstageError
 from offstage.train import loop, passes
-from tests.train.running import TINY, differences, losses_of, rows_of, train
+from tests.support.trainer import TINY, differences, losses_of, rows_of, train
 
 SMALL = {"chunk_bytes": "256KiB"}
 PLANS = {

@@ -16,13 +16,13 @@ import torch
 
 from offstage import checkpoint
 from offstage.checkpoint import writer
-from offstage.cli import main
+from offstage.cli.main import main
 from offstage.errors import CheckpointError, OffstageError
 from offstage.train import passes
 from offstage.train.config import build, to_toml
 from offstage.train.sizes import SIZES
-from tests.ranks import RankError
-from tests.train.running import differences, files_of, rows_of, train, train_there, values_of
+from tests.support.ranks import RankError
+from tests.support.trainer import differences, files_of, rows_of, train, train_there, values_of
 
 
 @pytest.fixture

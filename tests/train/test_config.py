@@ -10,7 +10,6 @@ import torch
 
 from offstage import OffloadConfig
 from offstage.errors import ConfigError
-from offstage.settings import check, descriptions, expected, field_types, from_text, nearest
 from offstage.train.config import (
     SECTIONS,
     ActivationSettings,
@@ -27,6 +26,7 @@ from offstage.train.config import (
     resolved,
     to_toml,
 )
+from offstage.train.settings import check, descriptions, expected, field_types, from_text, nearest
 
 # For every flag: words for it, what they come to, and what else has to be said with them.
 SAMPLES = {

@@ -19,9 +19,9 @@ from offstage.train.data import Batches, Corpus
 from offstage.train.learning_rate import learning_rate
 from offstage.train.loop import NotFiniteError
 from offstage.train.model import build as build_model
-from tests.ranks import RankError
-from tests.train import stand_in
-from tests.train.running import PLANS, differences, losses_of, rows_of, tensors_of, train, train_there, values_of
+from tests.support import stand_in
+from tests.support.ranks import RankError
+from tests.support.trainer import PLANS, differences, losses_of, rows_of, tensors_of, train, train_there, values_of
 
 # What it learns
 

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 from offstage.errors import OffstageError
-from offstage.train import about, loop, progress, sampling, stopping
+from offstage.train import loop, progress, sampling
+from offstage.train import run_info as about
+from offstage.train import signals as stopping
 from offstage.train.metrics import Row
 from offstage.train.progress import progress_for
-from offstage.train.stopping import FAILED, Stopping
-from tests.machines import machine
-from tests.train.running import losses_of, rows_of, train
+from offstage.train.signals import FAILED, Stopping
+from tests.support.machines import machine
+from tests.support.trainer import losses_of, rows_of, train
 
 CPU = torch.device("cpu")
 KEYS = {

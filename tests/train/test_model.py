@@ -31,7 +31,7 @@ from offstage.train.model import (
     num_parameters,
     stages,
 )
-from tests.train import stand_in
+from tests.support import stand_in
 
 DENSE = ModelConfig(layers=3, width=32, heads=4, kv_heads=2, hidden=48, vocabulary=64)
 EXPERTS = dataclasses.replace(DENSE, experts=5, experts_per_token=2)

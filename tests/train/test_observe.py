@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 import offstage
 from offstage.errors import OffstageError
-from offstage.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer
 from offstage.train.lane_spans import DeviceTrace, busy_ms, link_use, merged, spans_of
+from offstage.train.memory_by_owner import OWNERS, Owners
 from offstage.train.observe import Observer
-from offstage.train.owners import OWNERS, Owners
-from tests.training import same_bits, weights
+from tests.support.training import same_bits, weights
 
 CPU = torch.device("cpu")
 WIDTH, LAYERS, BATCH, TOKENS = 32, 3, 4, 16
@@ -135,7 +135,7 @@ def test_every_byte_has_its_owner(config):
     assert set(observed["memory"]["bytes"]) == set(OWNERS)
     assert set(observed["memory"]["bytes"]["weights"]) == {nbytes}
     plan = training.optimizer.plan
-    resident = plan.bytes_of(offstage.plan.Placement.RESIDENT)
+    resident = plan.bytes_of(offstage.planning.plan.Placement.RESIDENT)
     assert at(observed, "begin", "state") == resident
     assert at(observed, "begin", "slots") == plan.slots * plan.slot_bytes
     if config.get("update_in_backward"):  # taken as they come

@@ -16,8 +16,8 @@ import torch
 
 from offstage import checkpoint
 from offstage.errors import ConfigError
-from tests.ranks import RankError
-from tests.train.running import (
+from tests.support.ranks import RankError
+from tests.support.trainer import (
     PLANS,
     differences,
     losses_of,

@@ -17,19 +17,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from offstage.checkpoint.fused import Fused, Splitter, fused_parts, split_name
-from offstage.checkpoint.lines import Joined, Kept, Line, Plain, Unsigned, Widened, Zeros
 from offstage.checkpoint.names import clean_name, named_parameters
 from offstage.checkpoint.objects import pickled, unpickled
 from offstage.checkpoint.parts import Box, Part, whole
-from offstage.dtensor import local_box, local_of, reshard
+from offstage.checkpoint.readers import Joined, Kept, Line, Plain, Unsigned, Widened, Zeros
+from offstage.engine.param_state import HeldState
+from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError
-from offstage.flat import as_param, flat_like
-from offstage.held_state import HeldState
-from offstage.host_memory import Arena
-from offstage.layout import ALIGN_BYTES
-from offstage.optimizer import OffloadedOptimizer
+from offstage.memory.arena import Arena
+from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.planning.layout import ALIGN_BYTES
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
-from offstage.snapshot import Snapshot
+from offstage.tensors import as_param, flat_like, local_box, local_of, reshard
 
 MODEL, OPTIM, GROUPS, EXTRA = "model", "optim", "optim.param_groups", "extra"
 

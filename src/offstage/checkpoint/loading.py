@@ -22,25 +22,24 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from offstage import master_weights
-from offstage.checkpoint.agreeing import Ranks
 from offstage.checkpoint.catalogue import EXTRA, GROUPS, MODEL, OPTIM, Layouts, name_in, part_of, same_options
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, read_manifest, verify
 from offstage.checkpoint.names import clean_name
 from offstage.checkpoint.parts import Box, Part
+from offstage.checkpoint.ranks import Ranks
 from offstage.checkpoint.saving import MARKER, checked_folder, checked_optimizer, synchronize_devices
 from offstage.checkpoint.stored import METADATA, Stored
 from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_SCALARS
-from offstage.dtensor import local_of
+from offstage.engine.param_state import HeldState
 from offstage.errors import CheckpointError
-from offstage.flat import flat_like, is_dense
-from offstage.held_state import HeldState
-from offstage.host_cpus import ranks_on_this_host, usable_cpus
-from offstage.interrupts import deferred_interrupts
-from offstage.optimizer import OffloadedOptimizer
+from offstage.memory.cpus import ranks_on_this_host, usable_cpus
+from offstage.optimizer.interrupts import deferred_interrupts
+from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.state_dict import replace_groups
+from offstage.rules import master_weights
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
-from offstage.state_dict import replace_groups
+from offstage.tensors import flat_like, is_dense, local_of
 
 logger = logging.getLogger("offstage")
 

@@ -25,18 +25,18 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from offstage.checkpoint.agreeing import Ranks
 from offstage.checkpoint.catalogue import Catalogue, CountingStaging, SnapshotStaging, Staging, catalogue_of
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, FileSum, sum_of, sync_file, sync_folder, write_manifest
+from offstage.checkpoint.ranks import Ranks
 from offstage.checkpoint.stored import METADATA
 from offstage.checkpoint.writer import Planner, Writer
 from offstage.config import format_size
+from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError, ConfigError, HostMemoryError
-from offstage.host_cpus import ranks_on_this_host, usable_cpus
-from offstage.host_memory import check_host_memory
-from offstage.optimizer import OffloadedOptimizer
-from offstage.snapshot import Snapshot
+from offstage.memory.arena import check_host_memory
+from offstage.memory.cpus import ranks_on_this_host, usable_cpus
+from offstage.optimizer.optimizer import OffloadedOptimizer
 
 MARKER = ".offstage"
 """There from the beginning: a folder with it and without a manifest is a save that did not come to its end."""

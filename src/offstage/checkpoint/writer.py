@@ -39,12 +39,12 @@ from torch.futures import Future
 
 from offstage.checkpoint.archive import ALIGN, write_tensor
 from offstage.checkpoint.catalogue import GROUPS, OPTIM, Catalogue, Entry, merged_groups
-from offstage.checkpoint.lines import Plain
 from offstage.checkpoint.manifest import FileSum, sync_folder
 from offstage.checkpoint.objects import pickled
 from offstage.checkpoint.parts import Box, whole
+from offstage.checkpoint.readers import Plain
+from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError
-from offstage.snapshot import Snapshot
 
 _BLOCK_BYTES = 16 * 1024 * 1024
 SHARD_SCALARS = "offstage.shard_scalars"

@@ -17,7 +17,7 @@ import torch
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
-from offstage.lanes import on_device
+from offstage.lanes.lanes import on_device
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, ParamState, Rule, Share, StateKey, Turn
 
 _PRINTS = 256  # fingerprints allocated at once

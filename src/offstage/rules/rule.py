@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offstage.dtensor import local_of
+from offstage.tensors import local_of
 
 MASTER_KEY = "master_weight"
 """fp32 masters: the key of their arena, and the name under which any master appears in a state dict."""

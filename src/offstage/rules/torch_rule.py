@@ -18,8 +18,8 @@ from torch import optim
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
-from offstage.flat import as_param
 from offstage.rules.rule import MASTER_KEY, Rule, Share, StateKey, Turn
+from offstage.tensors import as_param
 
 Group = dict[str, Any]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.activations import ActivationOffload, offload_activations
+from offstage.activations.offload import ActivationOffload, offload_activations
 from offstage.errors import ConfigError
 from offstage.train.config import ActivationSettings
 from offstage.train.passes import Passes

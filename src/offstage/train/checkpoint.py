@@ -22,7 +22,7 @@ from offstage import checkpoint
 from offstage.checkpoint.manifest import MANIFEST
 from offstage.checkpoint.saving import MARKER
 from offstage.errors import CheckpointError, HostMemoryError
-from offstage.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer
 
 logger = logging.getLogger("offstage")
 _NAME = re.compile(r"step-(\d{8,})")

@@ -23,8 +23,8 @@ import torch
 
 from offstage.config import OffloadConfig, format_size, parse_size
 from offstage.errors import ConfigError
-from offstage.flags import Values, parse_sections
-from offstage.settings import check, checked, field_types, nearest
+from offstage.train.flags import Values, parse_sections
+from offstage.train.settings import check, checked, field_types, nearest
 
 SizeName = Literal["1M", "10M", "50M", "150M", "500M", "1B", "2.7B", "7B", "13B", "18B", "20B"]
 """The names of `train.model.SIZES`."""

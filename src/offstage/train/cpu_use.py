@@ -8,7 +8,7 @@ import time
 from itertools import pairwise
 from typing import Any
 
-from offstage.host_cpus import usable_cpus
+from offstage.memory.cpus import usable_cpus
 
 _EVERY_S = 0.004
 _MOST_SAMPLES = 400

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from offstage.host_threads import Slice
-from offstage.lanes import Buffers, Lane, Lanes, Mark
+from offstage.lanes.host_threads import Slice
+from offstage.lanes.lanes import Buffers, Lane, Lanes, Mark
 
 Span = tuple[float, float, int]
 """Start and end in milliseconds since the iteration began, and the bytes that were carried."""

@@ -23,17 +23,16 @@ from typing import Any
 
 import torch
 
-from offstage.checkpoint.agreeing import Ranks
+from offstage.checkpoint.ranks import Ranks
 from offstage.errors import ConfigError, OffstageError
-from offstage.machine import measure_machine
-from offstage.optimizer import OffloadedOptimizer, offload
+from offstage.optimizer.optimizer import OffloadedOptimizer, offload
+from offstage.planning.machine import measure_machine
 from offstage.train import sampling
-from offstage.train.about import about_run, identity, num_parameters_of, predicted_plan
 from offstage.train.activation_mode import activation_mode
 from offstage.train.checkpoint import Checkpoints, rng_states, set_rng_states
-from offstage.train.conditions import explained, repeatable
 from offstage.train.config import TrainConfig, resolved, to_toml
 from offstage.train.data import Batches, Corpus
+from offstage.train.determinism import explained, repeatable
 from offstage.train.feed import Feed
 from offstage.train.learning_rate import learning_rate
 from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
@@ -42,7 +41,8 @@ from offstage.train.parallel import Parallel, started
 from offstage.train.passes import Passes, passes_for
 from offstage.train.progress import Progress, progress_for, spoken_warnings
 from offstage.train.run_folder import RunFolder
-from offstage.train.stopping import FAILED, Stopping
+from offstage.train.run_info import about_run, identity, num_parameters_of, predicted_plan
+from offstage.train.signals import FAILED, Stopping
 
 logger = logging.getLogger("offstage")
 _PROMPT_BYTES = 64

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from offstage.errors import OffstageError
-from offstage.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer
 from offstage.train.run_folder import named
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -39,13 +39,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from offstage.activation_layers import layers_of
+from offstage.activations.layers import layers_of
 from offstage.errors import OffstageError
-from offstage.lanes import Lanes
-from offstage.optimizer import OffloadedOptimizer
+from offstage.lanes.lanes import Lanes
+from offstage.optimizer.optimizer import OffloadedOptimizer
 from offstage.train.cpu_use import CpuUse
 from offstage.train.lane_spans import COMPUTE, DeviceTrace, LaneWatch, Span, Spans, busy_ms, link_use, merged
-from offstage.train.owners import OWNERS, Allocations, Owners
+from offstage.train.memory_by_owner import OWNERS, Allocations, Owners
 
 logger = logging.getLogger("offstage")
 

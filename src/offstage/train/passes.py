@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from offstage.dtensor import reshard
-from offstage.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.tensors import reshard
 from offstage.train.config import TrainConfig
 from offstage.train.model import LanguageModel, build, stages
 from offstage.train.parallel import Parallel

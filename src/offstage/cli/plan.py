@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`offstage plan`: the planner for a model, a budget and a number of devices that need not be here. Called by `cli.py`.
+
+Nothing is allocated: the model is made of shapes, and a machine can come from a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from offstage.config import OffloadConfig
+from offstage.errors import ConfigError
+from offstage.planning.machine import Machine, measure_machine
+from offstage.planning.plan import Plan
+from offstage.planning.planner import make_plan
+from offstage.planning.predict import Workload
+from offstage.planning.sizes import Source, param_sizes
+from offstage.planning.world import World
+from offstage.train.config import DTYPES, ModelSettings, build, read_toml
+from offstage.train.flags import parse_sections, positional
+from offstage.train.model import SIZES
+from offstage.train.model import build as build_model
+from offstage.train.settings import nearest
+
+PROG = "offstage plan"
+HELP = """\
+What fits, what it costs, and who should update: asked before anything is allocated.
+
+  offstage plan 1B --budget 8GiB                    one device, 8 GiB of it for the whole process
+  offstage plan 7B --devices 8 --budget 40GiB       one of eight, which divide weights and state (FSDP2)
+  offstage plan run.toml                            the model and the settings of a training run
+  offstage plan path/to/config.json                 a model of the transformers package
+  offstage plan 70b.json --machine node.json        shapes ({"layers.0.weight": [4096, 4096], ...}), and a machine
+                                                    that is not here (saved there by: offstage doctor --json)
+
+The machine is measured once, in a few seconds, and remembered. What you fix with --offload flags is fixed; the rest is
+searched. The table's last part shows what else was considered, and why it was not taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `offstage plan` is asked."""
+
+    model: str | None = positional(None)
+    """A size of offstage train (1M to 20B), a training run's .toml, a transformers config.json or its folder, or a
+    .json file with a shape or a number of elements for each name."""
+
+    devices: int | None = None
+    """How many devices train together. They divide weights, gradients and state, unless --world says otherwise;
+    without --world.ranks-per-host, up to 8 of them share a host."""
+
+    budget: int | str | None = None
+    """Device memory for the whole process, such as 24GiB: what weights, gradients and --workload.other-bytes leave of
+    it is for state. The same as --offload.device-peak. Without it, everything leaves the device."""
+
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Format of the weights; bfloat16 if neither this nor a .toml says."""
+
+    machine: str | None = None
+    """A file that `offstage doctor --json` wrote on the machine that is meant. Without it: this one."""
+
+    json: bool = False
+    """Print the plan as JSON, which Plan.from_json reads, and nothing else."""
+
+
+_SECTIONS: dict[str, type] = {"": PlanOptions, "offload": OffloadConfig, "world": World, "workload": Workload}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned, and for what."""
+
+    model: str
+    sizes: Source
+    machine: Machine
+    config: OffloadConfig
+    world: World
+    workload: Workload | None
+    json: bool
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(size.numel for size in param_sizes(self.sizes, self.config))
+
+    def answer(self) -> Plan:
+        return make_plan(self.sizes, self.machine, self.config, world=self.world, workload=self.workload)
+
+
+def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_machine) -> Question:
+    """The question that a command line asks; `measure` finds the rates of this machine, if that is meant."""
+    values = parse_sections(_SECTIONS, {}, arguments, prog=PROG, description=HELP)
+    options = PlanOptions(**values.pop("", {}))
+    if options.model is None:
+        raise ConfigError(
+            f"{PROG} expects a model; found none. Give a size ({', '.join(SIZES)}) or a file. See {PROG} --help."
+        )
+    settings, training = _of_training(options)
+    for section, fields in training.items():
+        values[section] = {**fields, **values.get(section, {})}
+    if options.budget is not None:
+        if "device_peak" in values.get("offload", {}):
+            raise ConfigError("--budget and --offload.device-peak are the same thing; expected one, found both.")
+        values.setdefault("offload", {})["device_peak"] = options.budget
+    config, sizes = _section(OffloadConfig, values, "offload"), _sizes(options, settings)
+    machine = _machine(options) or measure()  # last: it may take seconds
+    return Question(
+        model=options.model,
+        sizes=sizes,
+        machine=machine,
+        config=config,
+        world=_world(options, values.get("world", {}), machine),
+        workload=_section(Workload, values, "workload") if values.get("workload") else None,
+        json=options.json,
+    )
+
+
+def _section(cls: Any, values: Mapping[str, Mapping[str, Any]], name: str) -> Any:
+    try:
+        return cls(**values.get(name, {}))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _of_training(options: PlanOptions) -> tuple[ModelSettings, dict[str, dict[str, Any]]]:
+    """A training run's model, and what else it says about plans."""
+    if options.model is None or Path(options.model).suffix != ".toml":
+        return ModelSettings(), {}
+    values = read_toml(Path(options.model))
+    config = build(values)
+    workload: dict[str, Any] = {}
+    if config.data.micro_batches > 1:
+        workload["micro_batches"] = config.data.micro_batches
+    if config.offload.update_in_backward and config.optimizer.clip:
+        workload["clips"] = True
+    world = {"pipeline": config.parallel.stages} if config.parallel.stages > 1 else {}
+    return config.model, {"offload": values.get("offload", {}), "world": world, "workload": workload}
+
+
+def _machine(options: PlanOptions) -> Machine | None:
+    if options.machine is None:
+        return None
+    path = Path(options.machine)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--machine expects a file that `offstage doctor --json` wrote; could not read {path}: {error}. Write it "
+            "there, or leave it out for this machine."
+        ) from None
+    # The doctor's diagnosis has the machine in it; Machine.to_json is the machine itself.
+    return Machine.from_json(json.dumps(content.get("machine", content) if isinstance(content, dict) else content))
+
+
+def _sizes(options: PlanOptions, settings: ModelSettings) -> Source:
+    model = options.model or ""
+    path = Path(model)
+    if path.suffix == ".toml":
+        return _on_meta(settings, options)
+    if model in SIZES:
+        return _on_meta(ModelSettings(size=model), options)  # type: ignore[arg-type]
+    if path.suffix == ".json" and (shapes := _shapes(path)) is not None:
+        dtype = _dtype(options, None)
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    if path.exists():
+        return _on_meta(ModelSettings(transformers=model), options)
+    raise ConfigError(
+        f"{PROG} expects a size of offstage train or a file; found {model!r}, which is neither. {nearest(model, SIZES)}"
+    )
+
+
+def _shapes(path: Path) -> dict[str, int | list[int]] | None:
+    """Names with shapes; `None` for JSON of another kind, such as the configuration of a model."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is expected to be JSON; found: {error}. Mend it, or give another file.") from None
+    if not isinstance(content, dict) or not content:
+        return None
+    is_shape = [
+        isinstance(one, int) or (isinstance(one, list) and all(isinstance(dim, int) for dim in one))
+        for one in content.values()
+    ]
+    return content if all(is_shape) else None
+
+
+def _dtype(options: PlanOptions, settings: ModelSettings | None) -> torch.dtype:
+    said = settings.dtype if settings is not None and settings.dtype != "auto" else "bfloat16"
+    return DTYPES[options.dtype or said]
+
+
+def _on_meta(settings: ModelSettings, options: PlanOptions) -> torch.nn.Module:
+    return build_model(settings, device="meta", dtype=_dtype(options, settings), sequence=1)
+
+
+def _world(options: PlanOptions, given: Mapping[str, Any], machine: Machine) -> World:
+    devices = options.devices
+    if devices is None:
+        world = _section(World, {"world": {"ranks_per_host": machine.ranks_on_host, **given}}, "world")
+        assert isinstance(world, World)
+        return world
+    if devices < 1:
+        raise ConfigError(f"--devices expects a whole number of at least 1; found {devices}. Leave it out for 1.")
+    if "data" in given:
+        raise ConfigError(
+            f"--devices={devices} says how many ranks there are, which contradicts --world.data={given['data']}. Give "
+            "one of the two."
+        )
+    others = given.get("tensor", 1) * given.get("pipeline", 1)
+    if others < 1 or devices % others:
+        raise ConfigError(
+            f"--devices expects a multiple of the {others} ranks of tensor x pipeline; found {devices}. Use "
+            f"{max(1, round(devices / max(1, others))) * others}."
+        )
+    sharded = {"shard_weights": True} if devices > 1 and given.get("shard_state", True) else {}
+    world = {"data": devices // others, "ranks_per_host": min(devices, 8), **sharded, **given}
+    found = _section(World, {"world": world}, "world")
+    assert isinstance(found, World)
+    return found
+
+
+# The answer #
+
+
+def usage(question: Question, plan: Plan) -> str:
+    """How to train with it."""
+    changed = {
+        one.name: getattr(question.config, one.name)
+        for one in dataclasses.fields(OffloadConfig)
+        if getattr(question.config, one.name) != getattr(OffloadConfig(), one.name)
+    }
+    if "device_peak" in changed and question.config.window != "auto":
+        del changed["device_peak"]
+        changed["device_budget"] = plan.device_bytes
+    if question.config.update_on == "auto" and plan.candidates:
+        changed.pop("update_on", None)
+        changed["host_fraction"] = plan.candidates[0].host_fraction
+    python = ", ".join(["optimizer", "model", *(f"{name}={value!r}" for name, value in changed.items())])
+    lines = [f"offstage.offload({python})"]
+    flags = [f"--offload.{name.replace('_', '-')}={_flag_value(value)}" for name, value in changed.items()]
+    ranks = question.world.ranks
+    start = "offstage" if ranks == 1 else f"torchrun --nproc-per-node={math.gcd(ranks, 8)} -m offstage"
+    if ranks == 1 or question.world.tensor == 1:
+        if question.model in SIZES:
+            lines.append(shlex.join([*start.split(), "train", f"--model.size={question.model}", *flags]))
+        elif question.model.endswith(".toml"):
+            lines.append(shlex.join([*start.split(), "train", f"--config={question.model}", *flags]))
+    return "\n".join(lines)
+
+
+def _flag_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={one}" for name, one in value.items())
+    return str(value).lower() if isinstance(value, bool) else str(value)

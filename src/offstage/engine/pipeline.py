@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetch → update → store over a ring of slots. The only module that moves state. Called by `engine.py`.
+
+A chunk's trip is ASIDE → FETCHING → STAGED → UPDATING → STORING → ASIDE, or STAGED → ASIDE when it is discarded
+unused. A state is left when its work has been submitted: what has really happened by then is the marks' business.
+
+Who touches what, and which mark separates them:
+
+| buffer | written by | read by | separated by |
+|---|---|---|---|
+| slot | fetch, update | update, store | `fetched`, `updated`; the next fetch into it waits for `slot.free` |
+| arena range | store | fetch | the next fetch of the chunk waits for `stored` |
+| weight | update | the caller | a mark when its gradient is taken, `Pending.updated` after (both in `engine.py`) |
+
+Slots beyond the ring's own number are the window: chunks fetched ahead wait there (`staged`), and stores that are
+late leave from there.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from offstage.engine.snapshot import Snapshot
+from offstage.lanes.copies import copy_work
+from offstage.lanes.lanes import Lane, Lanes, Mark
+from offstage.memory.arena import Arena
+from offstage.planning.layout import Chunk, Layout, Piece
+
+_MEASURED_COPIES = 8
+
+
+class ChunkState(enum.Enum):
+    """How far a chunk is on its trip."""
+
+    ASIDE = "aside"
+    FETCHING = "fetching"
+    STAGED = "staged"
+    UPDATING = "updating"
+    STORING = "storing"
+
+    __hash__ = object.__hash__  # looked up at every turn of every trip; enum's own is slow
+
+
+_NEXT = {
+    ChunkState.ASIDE: {ChunkState.FETCHING},
+    ChunkState.FETCHING: {ChunkState.STAGED},
+    ChunkState.STAGED: {ChunkState.UPDATING, ChunkState.ASIDE},
+    ChunkState.UPDATING: {ChunkState.STORING},
+    ChunkState.STORING: {ChunkState.ASIDE},
+}
+
+
+class Ring:
+    """Which chunk holds which slot and how far it is. Pure bookkeeping, small enough to check exhaustively."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.free: deque[int] = deque(range(num_slots))
+        self.slot_of: dict[object, int] = {}
+        self._state: dict[object, ChunkState] = {}
+
+    def state(self, chunk: object) -> ChunkState:
+        return self._state.get(chunk, ChunkState.ASIDE)
+
+    def add(self, slot: int) -> None:
+        self.free.append(slot)
+
+    def remove(self) -> int:
+        """The free slot whose last store is the oldest, to be given back."""
+        return self.free.popleft()
+
+    def advance(self, chunk: object, to: ChunkState) -> None:
+        """Move `chunk` on; taking a slot when it leaves and giving it back when it is aside again."""
+        now = self.state(chunk)
+        assert to in _NEXT[now], f"a chunk cannot go from {now.value} to {to.value}"
+        if to is ChunkState.FETCHING:
+            assert self.free, "no slot is free: a trip must end before the next begins"
+            self.slot_of[chunk] = self.free.popleft()
+        if to is ChunkState.ASIDE:
+            self.free.append(self.slot_of.pop(chunk))
+            del self._state[chunk]
+        else:
+            self._state[chunk] = to
+
+
+@dataclass(eq=False)
+class HostState:
+    """The arenas of one layout, and for each chunk the mark after which they hold its newest state."""
+
+    layout: Layout
+    arenas: dict[str, Arena]
+    stored: dict[int, Mark] = field(default_factory=dict)
+    on_host: bool = False
+    """The CPU updates it where it is."""
+    spare: dict[str, Arena] = field(default_factory=dict)
+    """A second set, where speculative updates go (`speculation.py`)."""
+    snapshot: Snapshot | None = None
+    """Somebody writes the state of a moment to disk."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(arena.nbytes for arena in (*self.arenas.values(), *self.spare.values()))
+
+    def preserve(self, chunk: Chunk, arenas: Mapping[str, Arena], lanes: Lanes) -> Mark | None:
+        """Before `chunk` of `arenas` is overwritten: the mark after which a snapshot has no need of it."""
+        if self.snapshot is None or self.snapshot.arenas is not arenas:
+            return None
+        return self.snapshot.preserve(chunk, lanes)
+
+    def flip(self) -> None:
+        """Every chunk has been stored to the spare set: it is the state from now on."""
+        self.arenas, self.spare = self.spare, self.arenas
+
+
+@dataclass(eq=False)
+class Slot:
+    """A device staging buffer and the mark after which it may be written again."""
+
+    buffer: torch.Tensor
+    free: Mark
+    views: dict[tuple[tuple[str, torch.dtype, int], ...], dict[str, torch.Tensor]] = field(default_factory=dict)
+    """How the buffer is divided among the keys of a chunk: most chunks are of one size."""
+
+    def staged(self, trip: Trip) -> dict[str, torch.Tensor]:
+        """Each key's part: the keys lie one behind the other, aligned as in the arenas."""
+        layout, arenas = trip.host.layout, trip.host.arenas
+        sizes = tuple((key, arenas[key].dtype, stop - start) for key, (start, stop) in trip.chunk.ranges.items())
+        if sizes not in self.views:
+            offset, views = 0, {}
+            for key, dtype, length in sizes:
+                views[key] = self.buffer[offset : offset + length * dtype.itemsize].view(dtype)
+                offset += layout.padded(length) * dtype.itemsize
+            self.views[sizes] = views
+        return self.views[sizes]
+
+
+@dataclass(eq=False)
+class Trip:
+    """One chunk's way through a slot. Only pieces whose parameter has a gradient move."""
+
+    host: HostState
+    chunk: Chunk
+    pieces: Sequence[Piece]
+    to_spare: bool = False
+    """Store to the spare set: then what was fetched stays untouched on the host."""
+    staged: dict[str, torch.Tensor] = field(default_factory=dict)
+    """From FETCHING on: each key's part of the slot."""
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """From FETCHING on: (arena, slot) slices to copy between, one per key and run."""
+    fetched: Mark = None
+    updated: Mark = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.host), self.chunk.number
+
+    def runs(self, key: str) -> list[tuple[int, int]]:
+        """The ranges of `key`'s arena that move: neighbouring pieces in one copy."""
+        layout = self.host.layout
+        runs: list[tuple[int, int]] = []
+        previous = None
+        for piece in self.pieces:
+            start, stop = layout.range_of(piece, key)
+            if previous is not None and piece.index == previous + 1:
+                runs[-1] = (runs[-1][0], stop)
+            else:
+                runs.append((start, stop))
+            previous = piece.index
+        return [(start, stop) for start, stop in runs if stop > start]
+
+
+class Pipeline:
+    """One device's lanes, ring and slots."""
+
+    def __init__(self, lanes: Lanes, *, num_slots: int, slot_bytes: int) -> None:
+        self.lanes = lanes
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self.ring = Ring(num_slots)
+        self.bytes_fetched = 0
+        self.bytes_stored = 0
+        self.staged: dict[tuple[int, int], Trip] = {}
+        """Trips fetched ahead of their update."""
+        self._slots: dict[int, Slot] = {}
+        self._made = 0
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(slot.buffer.nbytes for slot in self._slots.values())
+
+    @property
+    def missing_bytes(self) -> int:
+        """Of the slots that `prepare` has still to allocate."""
+        return max(0, self.num_slots - len(self._slots)) * self.slot_bytes
+
+    def prepare(self) -> bool:
+        """Allocate the slots, once. Before anything moves, so that running out of memory loses nothing."""
+        made = len(self._slots) < self.num_slots
+        while len(self._slots) < self.num_slots:
+            self._make_slot()
+        return made
+
+    def measure_link(self, trips: Sequence[Trip]) -> float:
+        """GB/s each way, from fetching one chunk and storing another as it was, several times at once."""
+        there, back = trips
+        for trip in trips:
+            self.fetch(trip)
+        self.lanes.synchronize("measure: the chunks are fetched")
+        self._copy_both_ways(there, back)  # the first time is slower
+        start = self.lanes.stamp(Lane.FETCH)
+        self._copy_both_ways(there, back)
+        milliseconds = self.lanes.elapsed_ms(start, self.lanes.stamp(Lane.FETCH))
+        self.lanes.synchronize("measure: nothing is under way")
+        for trip in trips:
+            self.discard(trip)
+        nbytes = sum(host.nbytes for host, _ in there.copies)
+        self.bytes_fetched -= sum(host.nbytes for trip in trips for host, _ in trip.copies)
+        return _MEASURED_COPIES * nbytes / milliseconds / 1e6
+
+    def _copy_both_ways(self, there: Trip, back: Trip) -> None:
+        for _ in range(_MEASURED_COPIES):
+            self.lanes.submit(
+                Lane.FETCH,
+                copy_work((device, host) for host, device in there.copies),
+                after={},
+                reads=[host for host, _ in there.copies],
+                writes=[device for _, device in there.copies],
+            )
+            self.lanes.submit(
+                Lane.STORE,
+                copy_work(back.copies),
+                after={},
+                reads=[device for _, device in back.copies],
+                writes=[host for host, _ in back.copies],
+            )
+
+    @property
+    def window_slots(self) -> int:
+        """Slots that exist beyond the ring's own number."""
+        return max(0, len(self._slots) - self.num_slots)
+
+    def widen(self, window_slots: int) -> None:
+        """Allocate until the window has `window_slots`."""
+        self.prepare()
+        while self.window_slots < window_slots:
+            self._make_slot()
+            self.ring.add(self._made - 1)
+
+    def narrow(self, window_slots: int) -> None:
+        """Give memory back, behind the oldest stores, until the window has `window_slots`.
+
+        Chunks that wait in slots keep theirs, and the ring keeps its own number beside them.
+        """
+        while self.window_slots > window_slots and self.room_ahead > 0:
+            slot = self._slots.pop(self.ring.remove())
+            self.lanes.release(slot.buffer, slot.free, "window: the slot's last store is done")
+
+    def _make_slot(self) -> None:
+        buffer = self.lanes.empty(self.slot_bytes)
+        # The memory may have just been freed by work still queued on the caller's stream.
+        self._slots[self._made] = Slot(buffer, free=self.lanes.mark())
+        self._made += 1
+
+    @property
+    def room_ahead(self) -> int:
+        """How many chunks may be fetched ahead now: the ring's own slots stay free for the others."""
+        return len(self.ring.free) - self.num_slots if self._slots else 0
+
+    def fetch_ahead(self, trip: Trip) -> None:
+        """ASIDE → STAGED, to wait there for its update."""
+        self.fetch(trip)
+        self.staged[trip.key] = trip
+
+    def take_staged(self, trip: Trip) -> bool:
+        """Continue the trip of the same chunk that was fetched ahead, if there is one; fetching pieces it lacks."""
+        ahead = self.staged.pop(trip.key, None)
+        if ahead is None:
+            return False
+        lacking = [piece for piece in trip.pieces if piece not in ahead.pieces]
+        trip.staged, trip.copies, trip.fetched = ahead.staged, ahead.copies, ahead.fetched
+        if lacking:
+            more = Trip(trip.host, trip.chunk, lacking, staged=ahead.staged)
+            self._copy_in(more, free=None)
+            trip.copies, trip.fetched = ahead.copies + more.copies, more.fetched
+        trip.pieces = sorted({*ahead.pieces, *lacking}, key=lambda piece: (piece.index, piece.start))
+        return True
+
+    def state_of(self, trip: Trip, piece: Piece) -> dict[str, torch.Tensor]:
+        """The piece's state in the slot that holds its chunk."""
+        state = {}
+        for key, view in trip.staged.items():
+            start, stop = trip.host.layout.range_of(piece, key)
+            base = trip.chunk.ranges[key][0]
+            state[key] = view[start - base : stop - base]
+        return state
+
+    def fetch(self, trip: Trip) -> None:
+        """ASIDE → STAGED."""
+        self.ring.advance(trip.key, ChunkState.FETCHING)
+        slot = self._slots[self.ring.slot_of[trip.key]]
+        trip.staged = slot.staged(trip)
+        self._copy_in(trip, free=slot.free)
+        self.ring.advance(trip.key, ChunkState.STAGED)
+
+    def _copy_in(self, trip: Trip, *, free: Mark | None) -> None:
+        trip.copies = _copies(trip, trip.host.arenas)
+        trip.fetched = self.lanes.submit(
+            Lane.FETCH,
+            copy_work((device, host) for host, device in trip.copies),
+            after={
+                "fetch: the slot is free": free,
+                "fetch: the chunk's last store is done": trip.host.stored.get(trip.chunk.number),
+            },
+            reads=[host for host, _ in trip.copies],
+            writes=[device for _, device in trip.copies],
+            can_wait=True,
+        )
+        self.bytes_fetched += sum(host.nbytes for host, _ in trip.copies)
+
+    def update(
+        self,
+        trip: Trip,
+        work: Callable[[], None],
+        *,
+        weights: Sequence[torch.Tensor] = (),
+        grads: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """STAGED → UPDATING: `work` updates the staged state and `weights`, and reads `grads`."""
+        self.ring.advance(trip.key, ChunkState.UPDATING)
+        trip.updated = self.lanes.submit(
+            Lane.UPDATE,
+            work,
+            after={"update: the state is fetched": trip.fetched},
+            reads=grads,
+            writes=[*(device for _, device in trip.copies), *weights],
+        )
+
+    def store(self, trip: Trip) -> None:
+        """UPDATING → ASIDE; the slot is free again behind the store."""
+        self.ring.advance(trip.key, ChunkState.STORING)
+        slot = self._slots[self.ring.slot_of[trip.key]]
+        copies = _copies(trip, trip.host.spare) if trip.to_spare else trip.copies
+        target = trip.host.spare if trip.to_spare else trip.host.arenas
+        stored = self.lanes.submit(
+            Lane.STORE,
+            copy_work(copies),
+            after={
+                "store: the state is updated": trip.updated,
+                "store: the snapshot has its copy": trip.host.preserve(trip.chunk, target, self.lanes),
+            },
+            reads=[device for _, device in copies],
+            writes=[host for host, _ in copies],
+        )
+        slot.free = trip.host.stored[trip.chunk.number] = stored
+        self.bytes_stored += sum(host.nbytes for host, _ in copies)
+        self.ring.advance(trip.key, ChunkState.ASIDE)
+
+    def discard(self, trip: Trip) -> None:
+        """STAGED → ASIDE: fetched and not needed. What is on the host is still the newest."""
+        slot = self._slots[self.ring.slot_of[trip.key]]
+        slot.free = trip.fetched
+        self.ring.advance(trip.key, ChunkState.ASIDE)
+
+    def discard_staged(self) -> None:
+        """Nothing that was fetched ahead is needed."""
+        for trip in self.staged.values():
+            self.discard(trip)
+        self.staged.clear()
+
+    def reset(self) -> None:
+        """Forget trips under way, after the lanes have been drained: what is on the host is what counts."""
+        for slot in self._slots.values():
+            slot.free = self.lanes.mark()  # the one before may never come
+        self.staged.clear()
+        self.ring = Ring(0)
+        for number in self._slots or range(self.num_slots):
+            self.ring.add(number)
+
+    def close(self) -> None:
+        """Give the slots' memory back, behind the last store from each."""
+        self.discard_staged()
+        for slot in self._slots.values():
+            self.lanes.release(slot.buffer, slot.free, "close: the slot's last store is done")
+        self._slots.clear()
+
+
+def _copies(trip: Trip, arenas: Mapping[str, Arena]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(host, device) slices to copy between, one per key and run."""
+    pairs = []
+    for key, view in trip.staged.items():
+        flat, base = arenas[key].flat, trip.chunk.ranges[key][0]
+        pairs += [(flat[a:b], view[a - base : b - base]) for a, b in trip.runs(key)]
+    return pairs

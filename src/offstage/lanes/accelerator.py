@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`AcceleratorLanes`: lanes as streams and marks as events. Made by `lanes_for` in `lanes.py`.
+
+A lane that copies has two streams that take turns; what a stream has no room for is promised (`promises.py`), and given
+to it by a thread of ours. The host waits in `synchronize`, and for marks that are still promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offstage.lanes.host_threads import HostThreads, Slice
+from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work, pieces_of
+from offstage.lanes.promises import Promise, promised_after
+
+_MOST_UNDER_WAY = 112
+"""Pieces of work in one stream's queue. The driver has room for about a thousand operations, mostly fewer than eight to
+a piece, and whoever gives it more waits with the interpreter in its hands. So what there is no room for is promised,
+and given by a thread that waits for it: `step()` returns at once, and forward begins while most of the step is still to
+come."""
+_TAKES_TURNS = (Lane.FETCH, Lane.STORE)
+"""They have enough copies in their queues to keep everyone else off the link; see [Note: the link takes turns]."""
+
+_urgent: dict[torch.device, Mark] = {}
+"""For each device the last copy that was announced: activations and state have lanes of their own, and one link."""
+
+
+class AcceleratorLanes(Lanes):
+    """Streams and events of `torch.accelerator`. The streams are created once and live as long as the lanes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        queues = [lane for lane in Lane if lane not in (Lane.CALLER, Lane.HOST)]
+        self._queues: dict[Lane, _Queue] = {lane: _Queue(device, 2 if lane in _TAKES_TURNS else 1) for lane in queues}
+        self._allocated_on: dict[int, torch.Stream] = {}
+        self._under_way: dict[Lane, deque[torch.Event]] = {lane: deque() for lane in queues}
+        self._feeder = HostThreads(1)
+        """Gives streams what they have no room for yet."""
+        self._last: dict[Lane, Promise] = {}
+        """The last work of a lane that was promised: what comes after it may not overtake it."""
+        self._promises: list[Promise] = []
+        """Of work that has not been given to its stream yet, and some that has."""
+        self._look_through_at = 64
+        self._patient = False
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Work,
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+        can_wait: bool = False,
+    ) -> Mark:
+        last = None if lane in UNORDERED else self._last.get(lane)
+        if last is not None and last.is_over:
+            last.mark()  # a lane whose work has failed stays so: whoever waits for its last mark must hear of it
+            last = self._last.pop(lane)
+        marks = [last, *after.values(), self._urgent_mark() if can_wait else None]
+        promises = [mark for mark in marks if isinstance(mark, Promise) and not mark.is_over]
+        if not promises and self._is_full(lane):
+            if self._patient:
+                self._under_way[lane][0].synchronize()
+            else:
+                promises = [self._room(lane)]
+        if not promises:
+            return self._submit(lane, work, marks)
+        made = self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, marks)))
+        self._last[lane] = made
+        return made
+
+    def _urgent_mark(self) -> Mark | None:
+        """What was announced, if its stream has been given it: it is not worth waiting for a promise."""
+        mark = _urgent.get(self.device)
+        if not isinstance(mark, Promise):
+            return mark
+        return mark.mark() if mark.is_kept else None
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        before, self._patient = self._patient, True
+        try:
+            yield
+        finally:
+            self._patient = before
+
+    def _is_full(self, lane: Lane) -> bool:
+        under_way = self._under_way[lane]
+        while under_way and under_way[0].query():
+            under_way.popleft()
+        return len(under_way) >= _MOST_UNDER_WAY
+
+    def _room(self, lane: Lane) -> Promise:
+        """Kept when the oldest work of `lane` is done."""
+        oldest = self._under_way[lane][0]
+        room = Promise()
+        self._feeder.give([], wait=oldest.synchronize, done=lambda error: room.keep())
+        return room
+
+    def _submit(self, lane: Lane, work: Work, after: Iterable[Mark | None]) -> torch.Event:
+        queue = self._queues[lane]
+        stream = queue.next()
+        for mark in after:
+            if (event := _event(mark)) is not None:
+                stream.wait_event(event)
+        with _span(lane):
+            mark = queue.run(work)
+        self._under_way[lane].append(mark)
+        if len(self._under_way[lane]) > _MOST_UNDER_WAY:  # one of several in a row that the feeder gives
+            self._under_way[lane].popleft().synchronize()
+        return mark
+
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        marks = list(after.values())
+
+        def wait() -> None:
+            for mark in marks:
+                if (event := _event(mark)) is not None:
+                    event.synchronize()
+
+        def give(promise: Promise) -> None:
+            self.threads.give(slices, wait=wait, done=lambda error: promise.fail(error) if error else promise.keep())
+
+        return self._promise([mark for mark in marks if isinstance(mark, Promise)], give)
+
+    def _promise(self, promises: Sequence[Promise], act: Callable[[Promise], None]) -> Promise:
+        if len(self._promises) >= self._look_through_at:
+            self._promises = [promise for promise in self._promises if not promise.is_over]
+            self._look_through_at = 2 * len(self._promises) + 64
+        made = promised_after(promises, act)
+        self._promises.append(made)
+        return made
+
+    def mark(self) -> Mark:
+        return self._caller().record_event()
+
+    def wait(self, mark: Mark, reason: str) -> None:
+        if (event := _event(mark)) is not None:
+            self._caller().wait_event(event)
+
+    def wait_on_host(self, mark: Mark, reason: str) -> None:
+        if (event := _event(mark)) is not None:
+            event.synchronize()
+
+    def here(self) -> Place:
+        return self._caller()
+
+    def follow(self, place: Place) -> None:
+        caller = self._caller()
+        if place != caller:
+            place.wait_event(caller.record_event())
+
+    def capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def peak_bytes(self) -> int:
+        return int(torch.accelerator.max_memory_allocated(self.device.index))
+
+    def reset_peak(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self.device.index)
+
+    def allocated_bytes(self) -> int | None:
+        return int(torch.accelerator.memory_allocated(self.device.index))
+
+    def announce(self, mark: Mark) -> None:
+        _urgent[self.device] = mark
+
+    def free_bytes(self) -> int:
+        return device_free_bytes(self.device)
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        self._allocated_on[tensor.data_ptr()] = self._caller()
+        return tensor
+
+    def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
+        # The allocator hands memory on in the order of the stream that allocated it: that one must wait.
+        event = _event(after)
+        assert event is not None
+        self._allocated_on.pop(tensor.data_ptr()).wait_event(event)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self.follow(self._allocated_on.pop(tensor.data_ptr()))
+
+    def synchronize(self, reason: str) -> None:
+        for promise in self._promises:
+            promise.wait()
+        for queue in self._queues.values():
+            queue.synchronize()
+
+    def has_promised(self) -> bool:
+        return not all(promise.is_over for promise in self._promises)
+
+    def check(self) -> None:
+        for last in self._last.values():
+            if last.is_over:
+                last.mark()
+
+    def forget(self) -> None:
+        self._last.clear()
+        self._promises.clear()
+
+    def passed(self, mark: Mark) -> bool:
+        if isinstance(mark, Promise) and not mark.is_kept:
+            return False
+        event = _event(mark)
+        return event is None or bool(event.query())
+
+    def stamp(self, lane: Lane) -> Any:
+        last = self._last.get(lane)
+        if last is not None and not last.is_over:
+            return self._promise([last], lambda promise: promise.keep(self._stamp(self._queues[lane].stream)))
+        return self._stamp(self._caller() if lane is Lane.CALLER else self._queues[lane].stream)
+
+    def _stamp(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        start, stop = _event(start), _event(stop)
+        start.synchronize()
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
+
+    def _caller(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device)
+
+
+class _Queue:
+    """The stream of a lane; or two, that take turns and wait for each other, so that their order is that of one."""
+
+    def __init__(self, device: torch.device, num_streams: int) -> None:
+        self._streams = deque(torch.Stream(device) for _ in range(num_streams))
+        self._last: torch.Event | None = None
+
+    @property
+    def stream(self) -> torch.Stream:
+        """The one that was given the last work."""
+        return self._streams[-1]
+
+    def next(self) -> torch.Stream:
+        """The stream whose turn it is, behind the last work."""
+        if len(self._streams) > 1:
+            if self._last is not None:
+                self._streams[0].wait_event(self._last)
+            self._streams.rotate(-1)
+        return self.stream
+
+    def run(self, work: Work) -> torch.Event:
+        """Give `work` to the stream whose turn it is. Returns the event behind it."""
+        pieces = pieces_of(work)
+        for number, piece in enumerate(pieces):
+            if number:
+                self.next()
+            with self.stream:
+                piece()
+            self._last = self.stream.record_event()
+        if not pieces:
+            self._last = self.stream.record_event()
+        assert self._last is not None
+        return self._last
+
+    def synchronize(self) -> None:
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def _event(mark: Mark | None) -> torch.Event | None:
+    """What a stream can wait for; the host waits until there is one."""
+    return mark.mark() if isinstance(mark, Promise) else mark
+
+
+def _span(lane: Lane) -> contextlib.AbstractContextManager[Any]:
+    """A named span for profilers; free when none is looking."""
+    if torch._C._autograd._profiler_enabled():
+        return torch.profiler.record_function(f"offstage: {lane.value}")
+    return contextlib.nullcontext()
+
+
+def device_free_bytes(device: torch.device) -> int:
+    """What the driver has left, and what torch's allocator holds in reserve."""
+    free, _ = torch.accelerator.get_memory_info(device.index)
+    reserve = torch.accelerator.memory_reserved(device.index) - torch.accelerator.memory_allocated(device.index)
+    return int(free + reserve)

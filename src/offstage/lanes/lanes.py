@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lanes: ordered queues of device work, and marks that order them. Nothing above knows a backend.
+
+Work is submitted to a lane together with the marks it comes after, each under a name that says which hazard the
+wait closes, and with the buffers it reads and writes. The caller's current stream is a lane too. Backends:
+
+- `AcceleratorLanes` (`accelerator_lanes.py`): streams and events.
+- `ImmediateLanes`: a machine without an accelerator; work runs when it is submitted.
+- `LazyLanes` (`lazy_lanes.py`): for tests; work runs as late and as out of order as its marks allow.
+
+Lifetime: a tensor used on a lane is dropped through `release(tensor, after=...)` or after the caller has waited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import enum
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offstage.lanes.host_threads import HostThreads, Slice
+
+Mark = Any
+"""A point in a lane that others can wait for. Opaque; made by `submit` and `mark`."""
+Place = Any
+"""Which stream is the caller's. Opaque; made by `here`."""
+Buffers = Sequence[torch.Tensor]
+Work = Callable[[], None] | Sequence[Callable[[], None]]
+"""What a lane is given: one function, or several to be called one after the other, between which copies of others may
+use the link ([Note: the link takes turns])."""
+
+
+class Lane(enum.Enum):
+    """The queues of one device, named for their work. Each exists so that its work overlaps the others'."""
+
+    FETCH = "fetch"  # host → device copies; the link carries both directions at once only on two queues
+    UPDATE = "update"  # the rules' arithmetic
+    STORE = "store"  # device → host copies
+    LOWER = "lower"  # gradients and weights → host, for updates there; waits for host threads, so not the store lane
+    HOST = "host"  # updates on the host, by its threads
+    RAISE = "raise"  # updated weights → device; would queue behind fetches that were given before
+    CALLER = "caller"  # the stream that is current where the call is made
+
+    __hash__ = object.__hash__  # every piece of work looks its lane up several times; enum's own is slow
+
+
+UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
+"""Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
+
+
+class Lanes(ABC):
+    """The lanes of one device."""
+
+    device: torch.device
+    checks = False
+    """True where declared buffers are looked at: callers may skip collecting them otherwise."""
+    threads: HostThreads
+    """Who works on the host lane; set by whoever uses it."""
+
+    @abstractmethod
+    def submit(
+        self,
+        lane: Lane,
+        work: Work,
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+        can_wait: bool = False,
+    ) -> Mark:
+        """Queue `work` on `lane` behind the marks in `after` (reason → mark; `None` is nothing to wait for).
+
+        `can_wait`: copies that were announced as urgent go first. That is a matter of time only: nobody may rely on it.
+        """
+
+    @abstractmethod
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        """Give `slices`, which may run at the same time, to the host's threads behind the marks in `after`."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """A mark after everything the caller's stream has been given so far."""
+
+    @abstractmethod
+    def wait(self, mark: Mark, reason: str) -> None:
+        """Make the caller's stream wait for `mark`."""
+
+    @abstractmethod
+    def wait_on_host(self, mark: Mark, reason: str) -> None:
+        """Make the host wait for `mark`: only where it has to decide something."""
+
+    def here(self) -> Place:
+        """The caller's stream: what it allocates is handed on in its order."""
+        return None
+
+    def follow(self, place: Place) -> None:  # noqa: B027
+        """Make the stream at `place`, if that is another one, wait for all that the caller's has been given."""
+
+    @abstractmethod
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Device memory, allocated in the order of the caller's stream; given back through `release`."""
+
+    @abstractmethod
+    def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
+        """Give `tensor`'s memory back behind `after`. The caller drops its own reference."""
+
+    def drop(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """The same for memory whose last use the caller's stream has waited for, or has been given."""
+
+    @abstractmethod
+    def synchronize(self, reason: str) -> None:
+        """Make the host wait for every lane (not for the caller's stream)."""
+
+    def has_promised(self) -> bool:
+        """Whether there is work that other threads have still to give to its lane."""
+        return False
+
+    def patiently(self) -> contextlib.AbstractContextManager[Any]:
+        """Within the context, whoever gives a lane more than it has room for waits, and promises nothing.
+
+        For work that is given in backward: the lanes are then so far behind that backward must wait for them soon
+        anyway, and a thread that feeds them would take the interpreter from autograd's at every turn.
+        """
+        return contextlib.nullcontext()
+
+    def check(self) -> None:  # noqa: B027
+        """Raise what work that another thread gave to its lane has failed with, if any has."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Everything was drained, and what has failed does not matter any more."""
+
+    @abstractmethod
+    def passed(self, mark: Mark) -> bool:
+        """Whether everything before `mark` is done. Never waits."""
+
+    def capturing(self) -> bool:
+        """Whether the caller's stream is being captured into a graph: then nothing outside may be waited for."""
+        return False
+
+    def peak_bytes(self) -> int:
+        """The most that the whole process has had allocated on the device so far."""
+        return 0
+
+    def reset_peak(self) -> None:  # noqa: B027
+        """Let `peak_bytes` count from now on."""
+
+    def free_bytes(self) -> int:
+        """What this process could still allocate on the device."""
+        return 0
+
+    def allocated_bytes(self) -> int | None:
+        """What the whole process has allocated on the device; `None` where nobody counts."""
+        return None
+
+    def announce(self, mark: Mark) -> None:  # noqa: B027
+        """`mark` is of a copy that backward is about to wait for: copies that `can_wait` go behind it."""
+
+    @abstractmethod
+    def stamp(self, lane: Lane) -> Any:
+        """A moment in `lane`, for `elapsed_ms`."""
+
+    @abstractmethod
+    def elapsed_ms(self, start: Any, stop: Any) -> float:
+        """Milliseconds between two stamps. Waits until both have been reached."""
+
+    def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:  # noqa: B027
+        """Declare what the caller's stream does with buffers that lanes use too."""
+
+    def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:  # noqa: B027
+        """Declare what the host itself reads or writes at this moment."""
+
+
+class ImmediateLanes(Lanes):
+    """No accelerator: work runs at once, so every mark has passed when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def submit(
+        self,
+        lane: Lane,
+        work: Work,
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+        can_wait: bool = False,
+    ) -> Mark:
+        run_all(work)
+        return None
+
+    def submit_on_host(
+        self,
+        slices: Sequence[Slice],
+        *,
+        after: Mapping[str, Mark | None],
+        reads: Buffers = (),
+        writes: Buffers = (),
+    ) -> Mark:
+        self.threads.run(slices)
+        return None
+
+    def mark(self) -> Mark:
+        return None
+
+    def wait(self, mark: Mark, reason: str) -> None:
+        pass
+
+    def wait_on_host(self, mark: Mark, reason: str) -> None:
+        pass
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def release(self, tensor: torch.Tensor, after: Mark, reason: str) -> None:
+        pass
+
+    def synchronize(self, reason: str) -> None:
+        pass
+
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+    def stamp(self, lane: Lane) -> float:
+        return time.perf_counter()
+
+    def elapsed_ms(self, start: float, stop: float) -> float:
+        return (stop - start) * 1e3
+
+
+def pieces_of(work: Work) -> Sequence[Callable[[], None]]:
+    return (work,) if callable(work) else work
+
+
+def run_all(work: Work) -> None:
+    """Do `work` now."""
+    for piece in pieces_of(work):
+        piece()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Make `device` current, for work that is given to the caller's stream outside any lane."""
+    return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+LanesFactory = Callable[[torch.device], Lanes]
+_factory: contextvars.ContextVar[LanesFactory | None] = contextvars.ContextVar("offstage_lanes", default=None)
+
+
+def lanes_for(device: torch.device) -> Lanes:
+    """The lanes that fit `device`, or those a test asked for with `use_lanes`."""
+    from offstage.lanes.accelerator import AcceleratorLanes  # which builds on this module
+
+    factory = _factory.get()
+    if factory is not None:
+        return factory(device)
+    return ImmediateLanes(device) if device.type == "cpu" else AcceleratorLanes(device)
+
+
+@contextlib.contextmanager
+def use_lanes(factory: LanesFactory | None) -> Iterator[None]:
+    """Within the context, optimizers are built on the lanes `factory` makes: lazy ones, checked ones, ones with delays.
+
+    `None`: those that fit the device.
+    """
+    token = _factory.set(factory)
+    try:
+        yield
+    finally:
+        _factory.reset(token)

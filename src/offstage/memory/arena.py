@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arenas: exact-size host memory that the accelerator can copy from and to at link speed.
+
+An arena is one private anonymous mapping with huge pages, first touched by several threads and then registered
+with the accelerator. That is exact (torch's pinned allocator rounds up to a power of two) and about ten times
+faster than allocating pinned memory. Made by `engine.py`; `pipeline.py` copies from and to the arenas.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import mmap
+import os
+import resource
+import threading
+import weakref
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offstage.config import format_size
+from offstage.errors import HostMemoryError
+from offstage.memory.numa import cpus_near
+
+logger = logging.getLogger("offstage")
+
+_HUGE_PAGE = 2 * 1024 * 1024
+_TOUCH_BYTES = 64 * 1024 * 1024  # one thread's share of first touch at a time
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
+_PAGE = mmap.PAGESIZE
+
+
+class Arena:
+    """One contiguous host allocation holding `numel` elements of one state key, zero at first."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool) -> None:
+        """`device` is the accelerator that will copy; on a CPU device the arena is plain memory."""
+        self.numel, self.dtype = numel, dtype
+        self.nbytes = numel * dtype.itemsize
+        self.pinned = pin and device.type != "cpu" and self.nbytes > 0
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._memory: Any = b""
+        self.flat = torch.empty(0, dtype=dtype)
+        if self.nbytes:
+            by_torch = self.pinned and device.type != "cuda"  # other accelerators: torch's own pinning
+            self._memory = _pinned_by_torch(self.nbytes) if by_torch else map_exact(self.nbytes)
+            # The one flat view the pipeline slices; everything handed out has a storage of its own.
+            self.flat = torch.frombuffer(self._memory, dtype=dtype, count=numel)
+            if not by_torch:
+                self._populate(device)
+
+    def _populate(self, device: torch.device) -> None:
+        address = self.flat.data_ptr()
+        _first_touch(self._memory, address, self.nbytes, cpus_near(device))
+        if self.pinned:
+            _register(address, self.nbytes, device)
+            # Runs at close(), at garbage collection, or at interpreter exit, whichever comes first.
+            self._finalizer = weakref.finalize(self, _unregister, address, device, os.getpid())
+
+    def tensor(self, start: int, numel: int) -> torch.Tensor:
+        """Elements `[start, start + numel)` without a copy, in a storage of exactly that size.
+
+        A plain slice of the arena would make `torch.save` write the whole arena.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=self.dtype)
+        offset = start * self.dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=self.dtype, count=numel, offset=offset)
+
+    def close(self) -> None:
+        """Unregister. The caller has waited for the last copy; tensors handed out stay readable."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self.pinned = False
+
+
+def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: int = 0) -> None:
+    """Raise, with numbers, when `need_bytes` more would exceed the budget or what the machine has left."""
+    total = need_bytes + already_bytes
+    if host_budget is not None and total > host_budget:
+        raise HostMemoryError(
+            f"host_budget of {format_size(host_budget)} cannot hold {format_size(total)} of state. "
+            f"Raise it to {format_size(total, up=True)}, lower fraction, or use master_weights='split' or "
+            "state_dtype='bfloat16'."
+        )
+    limits = {"MemAvailable": mem_available(), "the cgroup's memory limit leaves": cgroup_available()}
+    for name, available in limits.items():
+        if available is not None and need_bytes > available:
+            raise HostMemoryError(
+                f"The state needs {format_size(need_bytes)} of host memory; {name} {format_size(available)}. "
+                "Lower fraction, use master_weights='split' or state_dtype='bfloat16', or free host memory."
+            )
+
+
+def map_exact(nbytes: int) -> mmap.mmap:
+    """Private memory in huge pages, not touched yet, that forked children do not share."""
+    # MAP_PRIVATE: a shared mapping (Python's default for -1) gets no huge pages, which makes pinning slow.
+    mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A forked child (a DataLoader worker) must not share these pages: copy-on-write would move them
+    # away from under the accelerator's page tables.
+    mapping.madvise(mmap.MADV_DONTFORK)
+    if nbytes >= _HUGE_PAGE:
+        try:
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        except OSError:  # a kernel without transparent huge pages: slower to pin, otherwise the same
+            logger.info("huge pages are not available; pinning host memory will be slower")
+    return mapping
+
+
+def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection[int] | None) -> None:
+    """Populate every page now, in parallel: the kernel zeroes pages on one core per faulting thread.
+
+    It takes them from the NUMA node that the thread is on: `cpus` are those of the accelerator's node.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    view = memoryview(mapping)
+
+    def touch(start: int) -> None:
+        length = min(_TOUCH_BYTES, nbytes - start)
+        if libc.madvise(ctypes.c_void_p(address + start), ctypes.c_size_t(length), _MADV_POPULATE_WRITE) != 0:
+            view[start : start + length : _PAGE] = bytes(-(-length // _PAGE))  # older kernels
+
+    starts = range(0, nbytes, _TOUCH_BYTES)
+    threads = min(len(starts), len(cpus or os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, initializer=_stay_on, initargs=(cpus,)) as pool:
+        # All threads exist before the first touch: starting one needs the lock that populating pages holds.
+        everyone = threading.Barrier(threads)
+        list(pool.map(lambda _: everyone.wait(), range(threads)))
+        list(pool.map(touch, starts))
+    view.release()
+
+
+def _stay_on(cpus: Collection[int] | None) -> None:
+    if cpus is not None:
+        os.sched_setaffinity(0, cpus)  # of this thread
+
+
+def _pinned_by_torch(nbytes: int) -> Any:
+    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+
+def _register(address: int, nbytes: int, device: torch.device) -> None:
+    _warn_memlock(nbytes)
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+    if code != 0:
+        raise HostMemoryError(
+            f"The driver refused to pin {format_size(nbytes)} of host memory (cudaHostRegister: error {code}). "
+            "Lower fraction, free host memory, or use pin_memory=False (slower copies)."
+        )
+
+
+def _unregister(address: int, device: torch.device, owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a forked child has neither these pages nor the right to touch the accelerator
+    # Whoever closes an arena has drained its lanes; at interpreter exit or garbage collection nobody has.
+    # An unregistered page under a running copy is a fault, so the device is asked once more.
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _warn_memlock_once(soft: int) -> None:
+    # The NVIDIA driver does not enforce it; another driver might.
+    logger.warning("RLIMIT_MEMLOCK is %s, less than the state that is being pinned", format_size(soft))
+
+
+def _warn_memlock(nbytes: int) -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != resource.RLIM_INFINITY and soft < nbytes:
+        _warn_memlock_once(soft)
+
+
+def mem_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def cgroup_available(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes left under the tightest memory limit of this process's cgroup and its ancestors."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    left: list[int] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = base / path.lstrip("/")
+        for place in [folder, *folder.parents]:
+            if place != base and base not in place.parents:
+                break
+            left += _limit_left(place, *names)
+    return min(left, default=None)
+
+
+def _limit_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
+    try:
+        text = (folder / limit).read_text().strip()
+        if text == "max":
+            return []
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        # Cached file pages count as used and are given up under pressure.
+        used = int((folder / usage).read_text()) - int(stat.get(reclaimable, 0))
+        return [max(0, int(text) - used)]
+    except (OSError, ValueError):
+        return []

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`HostPool`: pinned host memory in pieces of any size, used again and again. For activations, whose sizes vary.
+
+Memory is taken from the machine in slabs and handed out in ranges; a range that comes back is joined with its
+neighbours. So the pool is as large as what was in use at once at most, whatever the sizes, and stays so.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+
+import torch
+
+from offstage.config import format_size
+from offstage.errors import HostMemoryError
+from offstage.memory.arena import Arena, check_host_memory
+
+_ALIGN = 256
+_SMALLEST_SLAB, _LARGEST_SLAB = 1024 * 1024, 512 * 1024 * 1024
+
+
+@dataclass(eq=False)
+class Range:
+    """A piece of a slab."""
+
+    slab: _Slab
+    start: int
+    nbytes: int
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The memory, as bytes."""
+        return self.slab.arena.flat[self.start : self.start + self.nbytes]
+
+
+@dataclass(eq=False)
+class _Slab:
+    arena: Arena
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+    """Free ranges, in order: (start, stop)."""
+
+
+class HostPool:
+    """The pool of one device. One thread at a time."""
+
+    def __init__(self, device: torch.device, host_budget: int | None) -> None:
+        self._device, self._budget = device, host_budget
+        self._slabs: list[_Slab] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory taken from the machine."""
+        return sum(slab.arena.nbytes for slab in self._slabs)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.nbytes - sum(stop - start for slab in self._slabs for start, stop in slab.gaps)
+
+    def take(self, nbytes: int) -> Range:
+        """A range of `nbytes`. Raises if the budget or the machine has no room for it."""
+        padded = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+        for slab in self._slabs:
+            for number, (start, stop) in enumerate(slab.gaps):
+                if stop - start >= padded:
+                    slab.gaps[number : number + 1] = [(start + padded, stop)] if stop - start > padded else []
+                    return Range(slab, start, nbytes)
+        slab = self._add_slab(padded)
+        slab.gaps = [(padded, slab.arena.nbytes)] if slab.arena.nbytes > padded else []
+        return Range(slab, 0, nbytes)
+
+    def _add_slab(self, padded: int) -> _Slab:
+        room = padded if self._budget is None else self._budget - self.nbytes
+        if room < padded:
+            raise HostMemoryError(
+                f"Activations need {format_size(self.nbytes + padded)} of host memory at once; host_budget allows "
+                f"{format_size(self._budget or 0)}. Raise host_budget, or offload fewer layers or a smaller fraction."
+            )
+        grown = min(_LARGEST_SLAB, max(_SMALLEST_SLAB, self.nbytes))
+        nbytes = max(padded, grown if self._budget is None else min(grown, room))
+        check_host_memory(nbytes, None)
+        slab = _Slab(Arena(nbytes, torch.uint8, self._device, pin=True))
+        self._slabs.append(slab)
+        return slab
+
+    def give_back(self, taken: Range) -> None:
+        """`taken` may be used again. The caller's stream has waited for its last copy, so all that follows has."""
+        padded = max(_ALIGN, -(-taken.nbytes // _ALIGN) * _ALIGN)
+        start, stop = taken.start, taken.start + padded
+        gaps = taken.slab.gaps
+        place = bisect.bisect(gaps, (start, stop))
+        if place < len(gaps) and gaps[place][0] == stop:
+            stop = gaps.pop(place)[1]
+        if place > 0 and gaps[place - 1][1] == start:
+            place -= 1
+            start = gaps.pop(place)[0]
+        gaps.insert(place, (start, stop))
+
+    def trim(self) -> list[torch.Tensor]:
+        """Give back to the machine what is not in use. The caller has waited, on the host, for the last copy."""
+        idle = [slab for slab in self._slabs if slab.gaps == [(0, slab.arena.nbytes)]]
+        for slab in idle:
+            slab.arena.close()
+            self._slabs.remove(slab)
+        return [slab.arena.flat for slab in idle]

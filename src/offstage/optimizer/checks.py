@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Refusals: what cannot be offloaded, said once and clearly before anything moved. Called by `optimizer.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from offstage.errors import ConfigError
+from offstage.tensors import check_dtensor, reshard
+
+
+def check_optimizer(optimizer: Any, model: torch.nn.Module | None) -> None:
+    """Raise if `optimizer` is not one that `offload()` can take over."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"offload() expects a torch.optim.Optimizer; found {type(optimizer).__name__}. "
+            "Build the optimizer as usual and pass it: offstage.offload(optimizer, model)."
+        )
+    if getattr(optimizer, "_offstage_consumed", False):
+        raise ConfigError(
+            f"This {type(optimizer).__name__} is already offloaded; expected one that is not. "
+            "Use the optimizer that the first offload() returned."
+        )
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"model expects a torch.nn.Module; found {type(model).__name__}. Leave it out, or pass the model."
+        )
+    if model is not None:
+        _check_model(optimizer, model)
+    check_options(optimizer.param_groups)
+
+
+def check_options(groups: Iterable[dict[str, Any]]) -> None:
+    """Raise if a group asks for something that cannot be had with state elsewhere."""
+    for number, group in enumerate(groups):
+        if group.get("differentiable"):
+            raise ConfigError(
+                f"Parameter group {number} has differentiable=True, which needs all state on the device. "
+                "Use differentiable=False."
+            )
+
+
+def check_param(param: torch.Tensor, name: str) -> None:
+    """Raise if this parameter's state cannot be offloaded."""
+    if param.is_complex():
+        raise ConfigError(
+            f"Parameter {name!r} is complex ({param.dtype}); offstage updates real parameters. "
+            "Store it as a real tensor (torch.view_as_real), or give complex parameters an optimizer of their own."
+        )
+    if isinstance(param, DTensor):
+        check_dtensor(param, name)
+    if param.layout != torch.strided:
+        raise ConfigError(
+            f"Parameter {name!r} has layout {param.layout}; expected a dense (strided) parameter. "
+            "Convert it with to_dense(), or give it an optimizer of its own."
+        )
+
+
+def check_no_duplicates(groups: Iterable[dict[str, Any]], names: dict[torch.Tensor, str]) -> None:
+    """Raise if a parameter is given twice."""
+    seen: set[torch.Tensor] = set()
+    for group in groups:
+        for param in group["params"]:
+            if param in seen:
+                raise ConfigError(
+                    f"Parameter {names.get(param, tuple(param.shape))!r} is given twice; expected every parameter "
+                    "once. Remove it from one of the groups (tied weights are one parameter)."
+                )
+            seen.add(param)
+
+
+def check_grad(param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
+    """Raise if this gradient cannot be used. Called for every gradient before anything moves."""
+    if grad.layout != torch.strided:
+        raise ConfigError(
+            f"Parameter {name!r} has a sparse gradient ({grad.layout}); expected a dense one. "
+            "Use nn.Embedding(sparse=False), or keep this parameter in a torch.optim.SparseAdam of its own."
+        )
+    if grad.device != param.device:
+        raise ConfigError(
+            f"Parameter {name!r} is on {param.device} and its gradient on {grad.device}; expected the same device. "
+            "Move the gradient, or the model before backward."
+        )
+
+
+def _check_model(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    if any(isinstance(module, FSDPModule) and _offloads_params(module) for module in model.modules()):
+        raise ConfigError(
+            "The model was sharded with FSDP2's CPUOffloadPolicy, which moves parameters, gradients and the update to "
+            "the host already; expected parameters that stay on the device. Remove "
+            "offload_policy=CPUOffloadPolicy() from fully_shard()."
+        )
+    reshard(model)
+    there = set(model.parameters())
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(isinstance(module, FSDPModule) for module in model.modules()) and not there.issuperset(params):
+        missing = [param for param in params if param not in there]
+        raise ConfigError(
+            f"{len(missing)} of the optimizer's {len(params)} parameters (first: of shape {tuple(missing[0].shape)}) "
+            "are not in the sharded model; expected all of them. Was the optimizer built before fully_shard()? Shard "
+            "first, then build the optimizer, then call offload()."
+        )
+    if there.isdisjoint(params):
+        raise ConfigError(
+            "None of the optimizer's parameters belong to the given model; expected the model they came from. "
+            "Was the model rebuilt or wrapped after the optimizer was made? Build the optimizer last."
+        )
+
+
+def _offloads_params(module: FSDPModule) -> bool:
+    # FSDP2 has no public way to ask; a missing attribute means another layout of its internals, not an error.
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)  # from torch 2.12 on: parameters may be on several meshes
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    params = [param for group in groups for param in getattr(group, "fsdp_params", ())]
+    return any(getattr(param, "offload_to_cpu", False) for param in params)

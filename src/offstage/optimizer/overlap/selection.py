@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Early`: which parameters are updated in backward, as learned from the training loop. Used by `overlap.py`.
+
+A gradient's finality cannot be known from its hook alone, so the first iteration is plain and counts how often each
+parameter's hook fires: those that fire once, and whose forward checkpointing does not run again afterwards, may be
+early. What of these the link cannot move, or the CPU not update, during backward is better left to `step()`: the
+parameters that forward needs first get their gradients last, and left to `step()` they go in the
+order in which forward needs them, instead of queueing up behind the others. How much that is, a backward is measured
+for. Where `step()` waits for all of them anyway nothing is left to it: the link has no pause between backward and step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from offstage.config import OffloadConfig
+from offstage.engine.engine import Engine
+from offstage.engine.param_state import HeldState
+from offstage.errors import HostMemoryError
+from offstage.memory.arena import check_host_memory
+from offstage.optimizer.overlap.speculation import Speculation
+from offstage.planning.plan import Placement
+
+logger = logging.getLogger("offstage")
+
+_LEFT_TO_STEP = 0.25
+"""Share of the state that is left to `step()` until a backward has been measured."""
+_MEASURED_ROUND = 2
+"""Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
+_NOT_KEPT_ON_DEVICE = 0.25
+"""With clipping: share of the old weights that is not kept on the device. They are those whose gradients come last,
+when the device is fullest: what of them is not left to `step()` keeps its old weights on the host."""
+_GRADIENTS_IN_FLIGHT = 0.25
+"""Share of all gradients that may wait for their update in backward. More memory than that is given back behind the
+updates, which then hold up backward; the updates are that far behind only where the link is much too slow."""
+
+
+class Early:
+    """What one optimizer has learned."""
+
+    def __init__(self, config: OffloadConfig, speculation: Speculation, *, leaves_some: bool) -> None:
+        """`leaves_some`: whether the next forward, and not `step()`, waits for what is left to `step()`."""
+        self.params: frozenset[torch.Tensor] = frozenset()
+        self.most_in_flight = 0.0
+        """Bytes of gradients that may wait for their updates."""
+        self._config, self._speculation, self._leaves_some = config, speculation, leaves_some
+        self._once: frozenset[torch.Tensor] = frozenset()
+        self._never: frozenset[torch.Tensor] = frozenset()
+        """Parameters that are always left to `step()`."""
+        self._left: Mapping[tuple[Engine, Placement], float] = {}
+        self._rounds = 0
+        self._measured = False
+        self.fallbacks: dict[str, str] = {}
+        """What is not as it was asked for."""
+
+    def learn(self, fired: Mapping[torch.Tensor, int], engines: Sequence[Engine], *, with_updates: bool) -> None:
+        """An iteration is over, in which hooks have `fired` so often."""
+        self._rounds += with_updates
+        before, once = self._once, {param for param, times in fired.items() if times == 1}
+        if once:  # otherwise a whole backward was run again, and nothing is learned from that
+            self._never |= fired.keys() - once
+            self._once = (self._once | once) - self._never
+        if not before:
+            self._left = self._left_at_first(engines)
+        if self._once != before:  # the first time, and when parameters join: experts, layers no longer frozen
+            self._choose(engines)
+        if fired and not self._once and "no effect" not in self.fallbacks:
+            self._fall_back(
+                "no effect",
+                "update_in_backward has no effect yet: every gradient came in several parts, so all updates wait for "
+                "step(). Put the backward of every micro-batch but the last under optimizer.accumulate(); with "
+                "pipeline schedules use overlap_forward instead.",
+            )
+        elif self._once:
+            self.fallbacks.pop("no effect", None)
+
+    def replanned(self, config: OffloadConfig, engines: Sequence[Engine]) -> None:
+        """State has moved: measure anew."""
+        self._config, self._measured, self._rounds = config, False, 0
+        if self._once:
+            self._left = self._left_at_first(engines)
+            self._choose(engines)
+
+    def _left_at_first(self, engines: Sequence[Engine]) -> Mapping[tuple[Engine, Placement], float]:
+        share = _LEFT_TO_STEP if self._leaves_some else 0.0
+        return {(engine, placement): share for engine in engines for placement in Placement}
+
+    def exclude(self, params: Iterable[torch.Tensor]) -> None:
+        """Their forward is run again after their gradients are there: an update in between would be seen by it."""
+        self._never |= frozenset(params)
+
+    def measure(self, engines: Sequence[Engine]) -> None:
+        """A backward begins: what did the link have time for in the one before? Looks once."""
+        if self._measured or self._rounds < _MEASURED_ROUND or not self._leaves_some:
+            return
+        left: dict[tuple[Engine, Placement], float] = {}
+        for engine in engines:
+            rates = {Placement.STREAMED: engine.link_gb_per_s, Placement.HOST: engine.host_gb_per_s}
+            for placement, rate in rates.items():
+                total = sum(held.nbytes for held in engine.host_side.offloaded(self._once, placement))
+                if total and rate and engine.timer is not None:
+                    left[engine, placement] = 1 - rate * 1e6 * engine.timer.backward_ms() / total
+        self._left, self._measured = left, True
+        self._choose(engines)
+
+    def _choose(self, engines: Sequence[Engine]) -> None:
+        left: set[HeldState] = set()
+        for engine in engines:
+            for placement in (Placement.STREAMED, Placement.HOST):
+                states = engine.host_side.offloaded(self._once, placement)
+                left |= set(_first(states, self._left.get((engine, placement), 0.0)))
+            if self._speculation.possible:
+                last = _first(engine.host_side.offloaded(self._once, Placement.STREAMED), _NOT_KEPT_ON_DEVICE)
+                self._keep_on_host(engines, engine, [held for held in last if held not in left])
+        self.params = self._once - {held.param for held in left}
+        self.most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
+        logger.info(
+            "update_in_backward: %d parameters in backward; in step(): %d that there is no time for, %d whose "
+            "gradients come in parts or whose forward is run again",
+            len(self.params),
+            len(left),
+            len(self._never),
+        )
+
+    def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
+        budget = self._config.host_budget
+        new = [held for held in states if held not in engine.host_side.kept]
+        need, used = sum(held.local.nbytes for held in new), sum(one.host_bytes for one in engines)
+        try:
+            check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
+            engine.host_side.keep(new)
+        except (HostMemoryError, MemoryError, OSError) as error:
+            self._fall_back("kept", f"old weights of speculative updates are all kept on the device: {error}")
+
+    def _fall_back(self, key: str, text: str) -> None:
+        self.fallbacks[key] = text
+        logger.warning(text)
+
+
+def _first(states: Sequence[HeldState], share: float) -> list[HeldState]:
+    """The first of `states` that together have `share` of the bytes."""
+    room = share * sum(held.nbytes for held in states)
+    found = []
+    for held in states:
+        if room <= 0:
+            break
+        found.append(held)
+        room -= held.nbytes
+    return found

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exact clipping together with `update_in_backward`. Used by `optimizer.py`.
+
+The norm of all gradients is known only when backward is over, so the updates in backward are made as if nothing had to
+be clipped, into a second set of arenas and with the old weights kept. If the norm turns out within `max_norm`, the
+second set becomes the state by a flip; otherwise the weights come back and the step is made from the untouched state
+with clipped gradients. Either way the bits are those of clipping first.
+
+`Norm` is one call of `clip_grad_norm_`; `Speculation` decides whether the next round speculates.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+
+from offstage.config import format_size
+from offstage.engine.engine import Engine
+from offstage.errors import HostMemoryError
+from offstage.lanes.lanes import Lanes, Mark
+from offstage.memory.arena import check_host_memory
+from offstage.tensors import local_of, total_norm
+
+logger = logging.getLogger("offstage")
+
+_PATIENCE = 8.0
+"""About as many steps decide whether speculation pays."""
+_PAYS_FROM, _PAYS_UNTIL = 0.4, 0.2
+"""Share of steps within `max_norm`. A hit saves about half an iteration, a miss costs about a tenth of one."""
+
+
+class Norm:
+    """The total norm of one step's gradients, and what torch makes of it."""
+
+    def __init__(
+        self,
+        params: Sequence[torch.Tensor],
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        max_norm: float,
+        norm_type: float,
+        *,
+        group: ProcessGroup | None,
+        seen: torch.Tensor,
+        lanes: Lanes | None,
+    ) -> None:
+        """`gradients` are those of `params` that have one; `seen` is where the host looks: two numbers, pinned where
+        there is an accelerator.
+        """
+        self._of = gradients
+        self.total = total_norm(params, gradients, norm_type, group)
+        self.max_norm = float(max_norm)
+        # Written as in torch.nn.utils.clip_grads_with_norm_, so that "nothing is clipped" means the same.
+        self._coefficient = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
+        self._lanes = lanes
+        self._seen = seen
+        self._seen.copy_(torch.stack([self.total, self._coefficient]).double(), non_blocking=True)
+        self._applied = False
+        self._arrived: Mark = None
+        if lanes is not None:
+            lanes.touch(writes=[self._seen])
+            self._arrived = lanes.mark()
+
+    def clip(self) -> None:
+        """Scale the gradients that the norm is of as torch does, once."""
+        if not self._applied:
+            by_device: dict[torch.device, list[torch.Tensor]] = {}
+            for param, gradient in self._of.items():
+                if param.grad is gradient:  # not what someone has put in its place since
+                    by_device.setdefault(gradient.device, []).append(local_of(gradient))
+            for device, gradients in by_device.items():
+                torch._foreach_mul_(gradients, self._coefficient.to(device))
+            self._applied = True
+
+    def wait(self) -> None:
+        """The one host wait of a step."""
+        if self._lanes is not None:
+            self._lanes.wait_on_host(self._arrived, "step: the norm is known")
+            self._lanes.touch_on_host(reads=[self._seen])
+        elif self.total.device.type != "cpu":
+            torch.accelerator.synchronize(self.total.device)
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(float(self._seen[0]))
+
+    @property
+    def within(self) -> bool:
+        """Clipping changes no gradient."""
+        return float(self._seen[1]) == 1.0
+
+
+class Speculation:
+    """Whether updates in backward are made, given that the loop clips."""
+
+    def __init__(self) -> None:
+        self.clips = False
+        """The loop calls `clip_grad_norm_`."""
+        self.possible = False
+        """There is a second set of arenas."""
+        self.impossible: str | None = None
+        """Why there is none."""
+        self.active = False
+        """The round that is under way speculates."""
+        self.hits = 0
+        self.misses = 0
+        self._within = 0.5
+        self._pays = True
+
+    @property
+    def is_off(self) -> bool:
+        """It would lose more than it wins."""
+        return self.possible and not self._pays
+
+    @property
+    def allows_early(self) -> bool:
+        """Whether updates in backward are right at all: at once, or speculatively."""
+        return not self.clips or (self.possible and self._pays)
+
+    def arm(self, engines: Sequence[Engine], host_budget: int | None) -> None:
+        """The loop clips: from the next round on updates in backward are speculative, if the host has the memory."""
+        self.clips, self.possible, self.impossible = True, False, None
+        need = sum(engine.host_side.streamed_bytes for engine in engines)
+        used = sum(engine.host_bytes for engine in engines)
+        try:
+            check_host_memory(need, host_budget, already_bytes=used)
+            logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
+            for engine in engines:
+                engine.host_side.add_spare()
+            self.possible = True
+        except (HostMemoryError, MemoryError, OSError) as error:
+            for engine in engines:
+                engine.host_side.drop_spare()
+            self.impossible = (
+                "update_in_backward with clipping needs a second copy of the state on the host; without it all updates "
+                f"are made in step(). {error}"
+            )
+            logger.warning(self.impossible)
+
+    def begin(self) -> None:
+        """A round begins with an update in backward."""
+        self.active = self.clips
+
+    def decide(self, within: bool) -> None:
+        """A clipped step is over: its norm was `within` bounds or not."""
+        self._within += (within - self._within) / _PATIENCE
+        pays = self._within > (_PAYS_UNTIL if self._pays else _PAYS_FROM)
+        if pays != self._pays and self.possible:
+            logger.warning(
+                "Clipping was active in about %.0f%% of the last steps: updates in backward are %s",
+                100 * (1 - self._within),
+                "made again" if pays else "not worth redoing and are made in step() for now",
+            )
+        self._pays = pays

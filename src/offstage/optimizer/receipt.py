@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The receipt: what was really moved, and what it cost. Filled by `optimizer.py`, shown by `optimizer.receipt()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from offstage.config import format_size
+
+if TYPE_CHECKING:
+    from offstage.optimizer.optimizer import OffloadedOptimizer
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Counted where the copies are made, not where they are planned."""
+
+    steps: int
+    """Steps counted so far."""
+    bytes_fetched: int
+    """Host → device, in the last step: state, and weights that the CPU has updated."""
+    bytes_stored: int
+    """Device → host, in the last step: state, and weights and gradients for updates by the CPU."""
+    total_bytes_fetched: int
+    total_bytes_stored: int
+    device_state_bytes: int
+    """State on the device now: resident state and slots."""
+    host_state_bytes: int
+    """Arenas, alignment included, and staging buffers."""
+    lane_ms: dict[str, float] = field(default_factory=dict)
+    """From the first gradient that was taken to the end of each lane's work, in the last step."""
+    host_update_ms: float | None = None
+    """For how long the CPU was updating, in the last step."""
+    exposed_ms: float | None = None
+    """How long the last step held up the caller's stream, wherever it waited."""
+    hidden_ms: float | None = None
+    """How much of the transfers, at the link's measured rate, and of the CPU's updates ran under something else."""
+    link_measured_gb_per_s: float | None = None
+    """Each way with both directions busy, measured before the first step."""
+    weights_written_by_others: int = 0
+    """Elements whose weight no longer belonged to its master: the weight won."""
+    skipped_steps: int = 0
+    """Steps that changed nothing because the gradients' norm was not finite."""
+    speculation_hits: int = 0
+    """Steps whose updates in backward could stay, because nothing had to be clipped."""
+    speculation_misses: int = 0
+    """Steps that were made again with clipped gradients."""
+    fallbacks: tuple[str, ...] = ()
+    """What does not happen as it was asked for, and why."""
+    advice: str | None = None
+    """What would hide more, if anything would."""
+
+    @property
+    def link_gb_per_s(self) -> dict[str, float]:
+        """Rate of each direction over its lane's time."""
+        moved = {"fetch": self.bytes_fetched, "store": self.bytes_stored}
+        return {lane: size / self.lane_ms[lane] / 1e6 for lane, size in moved.items() if self.lane_ms.get(lane)}
+
+    def __str__(self) -> str:
+        rows = [
+            ("steps", f"{self.steps}"),
+            ("fetched / stored, last step", f"{format_size(self.bytes_fetched)} / {format_size(self.bytes_stored)}"),
+            ("state on the device", format_size(self.device_state_bytes)),
+            ("state on the host", format_size(self.host_state_bytes)),
+        ]
+        rates = self.link_gb_per_s
+        for lane, milliseconds in self.lane_ms.items():
+            rate = f", {rates[lane]:.1f} GB/s" if lane in rates else ""
+            rows.append((f"{lane} lane", f"{milliseconds:.2f} ms{rate}"))
+        if self.host_update_ms is not None:
+            rows.append(("updates on the host", f"{self.host_update_ms:.2f} ms"))
+        if self.link_measured_gb_per_s:
+            rows.append(("link, measured at start", f"{self.link_measured_gb_per_s:.1f} GB/s each way"))
+        if self.exposed_ms is not None:
+            hidden = f", hidden {self.hidden_ms:.2f} ms" if self.hidden_ms is not None else ""
+            rows.append(("exposed", f"{self.exposed_ms:.2f} ms{hidden}"))
+        if self.speculation_hits or self.speculation_misses:
+            rows.append(("speculation", f"{self.speculation_hits} hits, {self.speculation_misses} misses"))
+        if self.skipped_steps:
+            rows.append(("skipped, norm not finite", f"{self.skipped_steps} steps"))
+        if self.weights_written_by_others:
+            rows.append(("weights written by others", f"{self.weights_written_by_others} elements"))
+        rows += [("not as asked for", text) for text in self.fallbacks]
+        if self.advice:
+            rows.append(("advice", self.advice))
+        return "\n".join(f"{name:<28} {value}" for name, value in rows)
+
+
+def _advise(optimizer: OffloadedOptimizer, exposed_ms: float | None, transfer_ms: float | None) -> str | None:
+    """One line when something is left on the table: a tenth of the transfers, and a millisecond, are worth it."""
+    if not exposed_ms or not transfer_ms or exposed_ms < 1.0 or exposed_ms < 0.1 * transfer_ms:
+        return None
+    config, found = optimizer.config, f"{exposed_ms:.0f} ms of each step are waited for"
+    if not config.overlap_forward:
+        return f"{found}: overlap_forward=True lets the next forward begin during the updates"
+    if not config.update_in_backward:
+        return f"{found}: a window, if there is device memory, or update_in_backward=True, if the loop allows it"
+    streamed = [held for held in optimizer.all_held() if held.host is not None]
+    if any(held.master_kind == "fp32" and held.param.dtype == torch.bfloat16 for held in streamed):
+        return f"{found}: master_weights='split' moves a sixth less and loses nothing (Adam and AdamW)"
+    return f"{found}: the link is the limit; lower fraction if there is device memory"
+
+
+def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
+    """`optimizer.receipt()`. Waits for the device."""
+    engines = optimizer.engines
+    optimizer.synchronize()
+    # With overlap the waits for a step end only in the iteration after it: the step before is the last complete one.
+    late = optimizer.config.overlap_forward or optimizer.config.update_in_backward
+    timers = [engine.timer for engine in engines if engine.timer is not None]
+    times = [time for time in (timer.read() for timer in timers) if time]
+    exposed = max(timer.exposed_ms(last=not late) for timer in timers) if times else None
+    link = min((engine.link_gb_per_s for engine in engines if engine.link_gb_per_s), default=None)
+    fetched, stored = optimizer.moved_bytes()
+    transfer = max(max(optimizer.last_moved) / link / 1e6, 1e3 * optimizer.last_host_s) if link else None
+    counters = [optimizer.rule.foreign_weights(engine.device) for engine in engines]
+    return Receipt(
+        steps=optimizer.steps,
+        bytes_fetched=optimizer.last_moved[0],
+        bytes_stored=optimizer.last_moved[1],
+        total_bytes_fetched=fetched,
+        total_bytes_stored=stored,
+        device_state_bytes=sum(optimizer.device_state_bytes(engine.device) for engine in engines),
+        host_state_bytes=sum(engine.host_bytes for engine in engines),
+        host_update_ms=1e3 * optimizer.last_host_s if any(engine.staging_bytes for engine in engines) else None,
+        lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},
+        exposed_ms=exposed,
+        hidden_ms=None if transfer is None or exposed is None else max(0.0, transfer - exposed),
+        link_measured_gb_per_s=link,
+        weights_written_by_others=(
+            sum(int(counter) for counter in counters if counter is not None) + optimizer.rule.foreign_on_host
+        ),
+        skipped_steps=optimizer.skipped_steps,
+        speculation_hits=optimizer.speculation.hits,
+        speculation_misses=optimizer.speculation.misses,
+        fallbacks=tuple(optimizer.fallbacks()),
+        advice=_advise(optimizer, exposed, transfer),
+    )

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameter's state lives where. Pure: sizes and configuration in, plan out, the same answer every time.
+
+`plan_placements` turns settings into placements; `planner.py` finds the settings.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from offstage.config import OffloadConfig, format_size
+from offstage.errors import ConfigError, OffloadIneffectiveError
+
+if TYPE_CHECKING:
+    from offstage.planning.predict import Candidate, Prediction
+
+
+class Placement(enum.Enum):
+    """Where a parameter's state lives and is updated."""
+
+    RESIDENT = "resident"  # lives and updates on the device
+    STREAMED = "streamed"  # lives on the host, updates on the device
+    HOST = "host"  # lives and updates on the host
+
+
+HOST_CHUNK = 3
+"""Chunks that the CPU updates are so many times larger: each costs its threads the interpreter for a while, and what
+they take in a staging buffer is a third of their state."""
+HOST_SLOTS = 4
+"""Staging buffers on the host for chunks that the CPU updates: one comes down, two are updated (threads that are done
+with one go on to the next), one goes up."""
+
+
+@dataclass(frozen=True)
+class ParamSize:
+    """A parameter as the planner sees it."""
+
+    name: str
+    device: str
+    state_bytes: int
+    """Bytes of state, without alignment."""
+    padded_bytes: int
+    """The same with alignment: what it takes in the arenas or in a slot."""
+    splits: bool
+    """Whether chunks may split it."""
+    numel: int = 0
+    weight_bytes: int = 0
+    """Of the parameter itself, which is on the device; its gradient is as large."""
+    expert: bool = False
+    """Belongs to experts of a mixture: `World` divides it differently, and it moves only if it got a gradient."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The placement of every parameter, and the slots. Printable; equal for equal input."""
+
+    sizes: tuple[ParamSize, ...]
+    placements: tuple[Placement, ...]
+    slots: int
+    slot_bytes: int
+    """At most this much per slot: `chunk_bytes`, the largest unsplittable parameter, or all there is."""
+    window: int | str = 0
+    """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` are found out in training."""
+    host_slots: int = 0
+    host_slot_bytes: int = 0
+    """At most this much per staging buffer on the host: weights and gradients of a chunk that the CPU updates."""
+    prediction: Prediction | None = field(default=None, compare=False)
+    """What `make_plan` expects of this plan."""
+    candidates: tuple[Candidate, ...] = field(default=(), compare=False)
+    """What `make_plan` considered, this plan included, and why it was not taken."""
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    """What the prediction assumes."""
+
+    def bytes_of(self, placement: Placement) -> int:
+        return sum(s.state_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is placement)
+
+    @property
+    def host_share(self) -> float:
+        """Share of the state that left the device which the CPU updates."""
+        off_device = self.bytes_of(Placement.HOST) + self.bytes_of(Placement.STREAMED)
+        return self.bytes_of(Placement.HOST) / off_device if off_device else 0.0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory: state that is not resident, and staging buffers."""
+        off_device = (s for s, p in zip(self.sizes, self.placements, strict=True) if p is not Placement.RESIDENT)
+        return sum(s.padded_bytes for s in off_device) + self.host_slots * self.host_slot_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """State on the device: resident state, slots, and a window of known size."""
+        window = self.window if isinstance(self.window, int) else 0
+        return self.bytes_of(Placement.RESIDENT) + self.slots * self.slot_bytes + window
+
+    def summary(self) -> str:
+        """One line, for `repr(optimizer)` and logs."""
+        if not self.slots:
+            return f"state: {self.by_placement()}"
+        size = format_size(self.window) if isinstance(self.window, int) else repr(self.window)
+        window = f" and a window of {size}" if self.window else ""
+        return f"state: {self.by_placement()} through {self.slots} slots of {format_size(self.slot_bytes)}{window}"
+
+    def by_placement(self) -> str:
+        """How much is where."""
+        words = {Placement.RESIDENT: "resident", Placement.HOST: "updated on the host", Placement.STREAMED: "streamed"}
+        parts = [
+            f"{format_size(self.bytes_of(placement))} {word} ({self.placements.count(placement)})"
+            for placement, word in words.items()
+            if placement in self.placements
+        ]
+        return ", ".join(parts).replace(")", " parameters)", 1) or "none"
+
+    def __str__(self) -> str:
+        from offstage.planning.plan_text import plan_table
+
+        return plan_table(self)
+
+    def to_json(self) -> str:
+        """The whole plan as a JSON object."""
+        from offstage.planning.plan_text import plan_to_json
+
+        return plan_to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The inverse of `to_json`."""
+        from offstage.planning.plan_text import plan_from_json
+
+        return plan_from_json(text)
+
+
+def plan_placements(
+    sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement] | None = None
+) -> Plan:
+    """Decide, for one device, which parameters stay: the small ones, then the first ones as far as they may.
+
+    The first layers' state is the best to keep: their gradients come last in backward and their weights are needed
+    first in the next forward. `placed` are parameters, by position, that have their place already.
+    """
+    placed = placed or {}
+    chunk_bytes = int(config.chunk_bytes)
+    everything = sum(size.state_bytes for size in sizes)
+    small = {i for i, size in enumerate(sizes) if size.state_bytes < max(1, int(config.min_bytes))}
+    resident = {i for i, placement in placed.items() if placement is Placement.RESIDENT}
+    resident |= small - placed.keys() if config.fraction != 0.0 else set(range(len(sizes))) - placed.keys()
+    candidates = [i for i in range(len(sizes)) if i not in resident]
+    slot_bytes = _slot_bytes([sizes[i] for i in candidates], chunk_bytes)
+    used = sum(sizes[i].state_bytes for i in resident)
+    room = _room_for_resident(used, slot_bytes, everything, config)
+    for i in candidates:
+        if i not in placed and used + sizes[i].state_bytes <= room:
+            resident.add(i)
+            used += sizes[i].state_bytes
+    on_host = _choose_host(sizes, config, dict.fromkeys(resident, Placement.RESIDENT) | dict(placed))
+    placements = tuple(
+        Placement.RESIDENT if i in resident else Placement.HOST if i in on_host else Placement.STREAMED
+        for i in range(len(sizes))
+    )
+    streamed = [size for size, placement in zip(sizes, placements, strict=True) if placement is Placement.STREAMED]
+    _check_window(config, _slot_bytes(streamed, chunk_bytes))
+    return Plan(
+        tuple(sizes),
+        placements,
+        slots=config.num_slots if streamed else 0,
+        slot_bytes=_slot_bytes(streamed, chunk_bytes),
+        window=config.window if streamed else 0,
+        host_slots=HOST_SLOTS if on_host else 0,
+        host_slot_bytes=host_slot_bytes([sizes[i] for i in on_host], chunk_bytes),
+    )
+
+
+def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> list[int]:
+    """Which of the parameters that are not resident the CPU updates.
+
+    They are spread evenly: host and device both work in the order of forward, so that neither holds up the other.
+    """
+    share = _host_share(config)
+    chosen, total, on_host = [], 0, 0.0
+    for i, size in enumerate(sizes):
+        placement = placed.get(i)
+        if placement is Placement.RESIDENT:
+            continue
+        total += size.state_bytes
+        wanted = on_host + size.state_bytes / 2 <= share * total and share > 0
+        if placement is Placement.HOST or (placement is None and wanted):
+            chosen.append(i)
+            on_host += size.state_bytes
+    return chosen
+
+
+def _host_share(config: OffloadConfig) -> float:
+    share = {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
+    assert share is not None, "the planner chooses a share before parameters are placed"
+    return share
+
+
+def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
+    """Weights and gradients of the largest chunk that the CPU updates, if gradients have their parameters' format."""
+    whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
+    splits = [size for size in sizes if size.splits and size.padded_bytes]
+    per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
+    return max(whole, int(per_state_byte * min(HOST_CHUNK * chunk_bytes, sum(size.padded_bytes for size in splits))))
+
+
+def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
+    if isinstance(config.window, int) and 0 < config.window < slot_bytes:
+        raise ConfigError(
+            f"window={format_size(config.window)} is smaller than one slot of {format_size(slot_bytes)} and would do "
+            "nothing. Use at least that, lower chunk_bytes, or use window=0."
+        )
+
+
+def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
+    largest_whole = max((size.padded_bytes for size in streamed if not size.splits), default=0)
+    return max(largest_whole, min(chunk_bytes, sum(size.padded_bytes for size in streamed)))
+
+
+def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: OffloadConfig) -> float:
+    """How many bytes of state may stay resident, of which `kept` must."""
+    wanted = (1.0 - config.fraction) * everything if config.fraction is not None else 0.0
+    if config.device_budget is None:
+        return wanted
+    budget = int(config.device_budget)
+    if everything <= budget and config.fraction is None:
+        return everything
+    if _host_share(config) == 1.0:
+        slot_bytes = window = 0  # nothing comes back to the device
+    else:
+        window = int(config.window)  # the config refuses "auto" and "all" beside a budget
+    staging = config.num_slots * slot_bytes + window
+    also = f", a window of {format_size(window)}" if window else ""
+    need = staging + kept
+    if need > budget:
+        slots = f"{config.num_slots} slots of {format_size(slot_bytes)}{also} and " if staging else ""
+        raise ConfigError(
+            f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that stays "
+            "resident (parameters under min_bytes, or placed before). Raise it to "
+            f"{format_size(need, up=True)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
+        )
+    if config.fraction is None:
+        return budget - staging
+    if wanted + staging > budget:
+        raise ConfigError(
+            f"fraction={config.fraction} keeps {format_size(wanted)} of state on the device, which with "
+            f"{config.num_slots} slots of {format_size(slot_bytes)} contradicts device_budget={format_size(budget)}. "
+            f"Raise device_budget to {format_size(wanted + staging, up=True)}, raise fraction, or leave one of the two "
+            "out."
+        )
+    return wanted
+
+
+def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
+    """Asked to offload, nothing to offload on any device: say so now rather than after a week."""
+    if config.fraction == 0.0 or any(p is not Placement.RESIDENT for plan in plans for p in plan.placements):
+        return
+    sizes = [size for plan in plans for size in plan.sizes]
+    everything = sum(size.state_bytes for size in sizes)
+    budget = config.device_budget
+    if config.fraction is None and budget is not None and 0 < everything <= int(budget) * len(plans):
+        return  # the budget is met by keeping everything
+    if everything == 0:
+        reason = "this optimizer keeps no state (SGD without momentum?). Use it without offstage, or with momentum."
+    else:
+        reason = (
+            f"the largest parameter has {format_size(max(size.state_bytes for size in sizes))} of state, less than "
+            f"min_bytes={format_size(int(config.min_bytes))}. Lower min_bytes (0 offloads everything), or use "
+            "fraction=0.0 to keep everything resident on purpose."
+        )
+    raise OffloadIneffectiveError(f"Nothing would be offloaded: {reason}")

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan costs: bytes, milliseconds, and what they are limited by. Pure arithmetic. Used by `planner.py`.
+
+[Note: fluid model] State is thought of as spread evenly along the model, from position 0 (used first in forward) to 1.
+Resident state is at the beginning. Everything behind it is moved and updated at one rate, that of the slowest resource:
+the link in either direction, the CPU, host memory. Forward passes the positions upwards, backward downwards.
+`exposed_ms` is how much longer an iteration is than its forwards and backwards alone. It is never predicted below what
+resident state would take, the update's own time on the device. With that floor, more resident state can only shorten an
+iteration, and so can every faster rate.
+docs/planning.md derives each formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from offstage.config import OffloadConfig, parse_size
+from offstage.errors import ConfigError
+from offstage.planning.plan import ParamSize
+
+if TYPE_CHECKING:
+    from offstage.planning.machine import Machine
+
+CHOSEN = "chosen"
+
+_LINK_IN_BACKWARD = 0.95
+"""Share of its rate that the link reaches under backward, where chunks wait for the last of their gradients."""
+_CPU_IN_BACKWARD = 0.65
+"""Share of its rate that the CPU reaches under backward, whose hooks and recomputation need the interpreter too."""
+_TOGETHER = 0.9
+"""Of what host memory carries for one thing alone, it carries so much for copies and the CPU together: measured."""
+_GRADIENTS_IN_FLIGHT = 0.25  # as in early.py
+_LEFT_TO_STEP = 0.25  # where backward's time is not known, as in early.py
+_KEPT_ON_HOST = 0.25  # old weights of speculative updates, as in early.py
+_HOST_MS_PER_CHUNK = 0.1
+"""With speculation the host waits for the norm and only then queues the rest of the step: measured, per chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What the device does besides updates. All of it is optional; what is not known hides nothing."""
+
+    forward_ms: float = 0.0
+    """One forward, of one micro-batch."""
+    backward_ms: float = 0.0
+    """One backward, with what checkpointing computes again."""
+    micro_batches: int = 1
+    other_bytes: int | str = 0
+    """Device memory at the peak that is neither weights, gradients nor state: activations, workspaces."""
+    clips: bool = False
+    """Whether gradients are clipped, with `optimizer.clip_grad_norm_`."""
+    active_experts: float = 1.0
+    """Share of the routed experts' state whose experts get a gradient in a step. With large batches all of them do."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "other_bytes", parse_size(self.other_bytes, "other_bytes"))
+        if min(self.forward_ms, self.backward_ms) < 0 or self.micro_batches < 1:
+            raise ConfigError(
+                "Workload expects times of at least 0 ms and at least one micro-batch; found "
+                f"forward_ms={self.forward_ms}, backward_ms={self.backward_ms}, micro_batches={self.micro_batches}."
+            )
+        if not 0.0 <= self.active_experts <= 1.0:
+            raise ConfigError(f"active_experts expects a share from 0.0 to 1.0; found {self.active_experts!r}.")
+
+    @property
+    def compute_ms(self) -> float:
+        return self.micro_batches * (self.forward_ms + self.backward_ms)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan takes, per rank."""
+
+    device_state_bytes: int
+    """Resident state, slots and window."""
+    device_peak_bytes: int
+    """With weights, gradients and the workload's other bytes: an upper bound, from the second iteration on."""
+    host_bytes: int
+    """State, staging buffers, and what clipping with `update_in_backward` keeps twice."""
+    bytes_up: int
+    """Over the link to the device in one step."""
+    bytes_down: int
+    exposed_ms: float
+    """How much longer an iteration is than its forwards and backwards alone."""
+    iteration_ms: float | None
+    """`None` without a workload."""
+    busy_ms: Mapping[str, float]
+    """How long each resource works for one step."""
+    bottleneck: str
+    """Which of them is busy longest; ``"device"`` where nothing moves."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way that was considered."""
+
+    name: str
+    host_fraction: float
+    resident_bytes: int
+    prediction: Prediction
+    verdict: str
+    """Chosen, or why not."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One rank's part of the machine, per millisecond."""
+
+    up: float
+    down: float
+    duplex: float
+    cpu: float
+    """Parameters."""
+    dram: float
+    device: float
+
+
+def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per_param: float) -> Rates:
+    """`ranks` share the host's memory and threads; each has a link of its own."""
+    mine = threads or max(1, machine.threads // ranks)
+
+    def update_rate(num_threads: int) -> float:
+        counts = [count for count in machine.host_update_gb_per_s if count < num_threads]
+        # More threads than the memory can feed are no reason to be slower: fewer of them can be used.
+        return max(machine.host_update_rate(count, update_bytes_per_param) for count in (*counts, num_threads))
+
+    alone = max(machine.dram_gb_per_s, *machine.host_update_gb_per_s.values())
+    return Rates(
+        up=1e6 * max(machine.link_up_gb_per_s, machine.link_duplex_gb_per_s),
+        down=1e6 * max(machine.link_down_gb_per_s, machine.link_duplex_gb_per_s),
+        duplex=1e6 * machine.link_duplex_gb_per_s,
+        cpu=1e6 * min(update_rate(mine), update_rate(max(machine.threads, mine)) / ranks),
+        # It carries at least what one link was seen to bring and take.
+        dram=1e6 * max(_TOGETHER * alone, 2 * machine.link_duplex_gb_per_s) / ranks,
+        device=1e6 * machine.device_gb_per_s,
+    )
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work for the resources beside the device: bytes, and parameters for the CPU."""
+
+    up: float = 0.0
+    down: float = 0.0
+    cpu: float = 0.0
+    dram: float = 0.0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(*(a + b for a, b in zip(self.parts(), other.parts(), strict=True)))
+
+    def __mul__(self, factor: float) -> Load:
+        return Load(*(factor * a for a in self.parts()))
+
+    def parts(self) -> tuple[float, ...]:
+        return (self.up, self.down, self.cpu, self.dram)
+
+    def ms(self, rates: Rates) -> float:
+        """All resources work at the same time: the slowest decides."""
+        both, rest = min(self.up, self.down), max(self.up, self.down) - min(self.up, self.down)
+        link = both / rates.duplex + rest / (rates.up if self.up > self.down else rates.down)
+        return max(link, self.cpu / rates.cpu, self.dram / rates.dram)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """A rank's whole model in numbers."""
+
+    state: float
+    weights: float
+    params: float
+    moved: float = 1.0
+    """Share that gets gradients."""
+
+    @classmethod
+    def of(cls, sizes: Sequence[ParamSize], active_experts: float = 1.0) -> Totals:
+        trained = [size for size in sizes if size.state_bytes]
+        state = sum(size.state_bytes for size in trained)
+        moved = sum(size.state_bytes * (active_experts if size.expert else 1.0) for size in trained)
+        return cls(
+            float(state),
+            float(sum(size.weight_bytes for size in trained)),
+            float(sum(size.numel for size in trained)),
+            moved / state if state else 1.0,
+        )
+
+    @property
+    def update_bytes(self) -> float:
+        """Memory traffic of the update itself: state read and written, weights read and written, gradients read."""
+        return 2 * self.state + 3 * self.weights
+
+    def streamed(self) -> Load:
+        """All of it fetched, updated on the device, and stored."""
+        return Load(up=self.state, down=self.state, dram=2 * self.state)
+
+    def on_host(self) -> Load:
+        """All of it updated on the host: gradients and weights come down, weights go up."""
+        weights = self.weights
+        return Load(up=weights, down=2 * weights, cpu=self.params, dram=self.update_bytes + 3 * weights)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A plan as the model sees it."""
+
+    resident: float
+    """Of the state."""
+    host: float
+    """Of what is not resident."""
+    window: float = 0.0
+    """Bytes."""
+    chunk_bytes: float = 0.0
+    """Nothing is updated before the first chunk is there."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """What `exposed` found."""
+
+    exposed_ms: float
+    left: float
+    """Share of what is not resident that is left to `step()`."""
+    work: Load
+    """Of one step, all of it."""
+
+
+def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig, workload: Workload) -> Times:
+    """How much longer updates make an iteration. See [Note: fluid model]."""
+    in_backward = config.update_in_backward and workload.backward_ms > 0
+    speculates = in_backward and workload.clips
+    off = 1.0 - shares.resident
+    # The second set of state must be whole, so speculative updates move all of it.
+    streamed = totals.streamed() * (off * (1.0 - shares.host) * (1.0 if speculates else totals.moved))
+    on_host = totals.on_host() * (off * shares.host * totals.moved)
+    device_ms = totals.update_bytes * totals.moved / rates.device
+    if off <= 0.0:
+        return Times(device_ms, 0.0, Load())
+    left, kept = 1.0, Load()
+    if in_backward:
+        if speculates:
+            kept = Load(down=_KEPT_ON_HOST * off * (1.0 - shares.host) * totals.weights)
+        early = streamed + kept if speculates else streamed + on_host  # speculation leaves the host's part to step()
+        early_ms = early.ms(rates) / _LINK_IN_BACKWARD
+        if not speculates:
+            early_ms = max(early_ms, on_host.ms(rates) / _CPU_IN_BACKWARD)
+        left = max(0.0, 1.0 - workload.backward_ms / early_ms) if early_ms else 0.0
+    ahead = 1.0
+    if not in_backward and streamed.up:  # what a window holds is there when step() begins
+        fetched = min(shares.window, workload.backward_ms * rates.up)
+        ahead = max(0.0, 1.0 - fetched / streamed.up)
+    forward_ms = workload.forward_ms if config.overlap_forward else 0.0
+    resident_ms = device_ms * shares.resident if not in_backward or speculates else 0.0
+    fill_ms = shares.chunk_bytes / rates.duplex
+    reached = shares.resident + off * left  # where forward meets what was done in backward
+    late = ((streamed * ahead + on_host) * left).ms(rates) - forward_ms * reached
+    if speculates:
+        late = max(late, (streamed * left + on_host).ms(rates) - forward_ms)
+        fill_ms += _HOST_MS_PER_CHUNK * streamed.up / shares.chunk_bytes if shares.chunk_bytes else 0.0
+    return Times(fill_ms + max(device_ms, resident_ms + late), left * off, streamed + on_host + kept)
+
+
+def busy_ms(work: Load, device_bytes: float, rates: Rates) -> dict[str, float]:
+    """How long each resource works."""
+    return {
+        "link up": work.up / rates.duplex,
+        "link down": work.down / rates.duplex,
+        "CPU": work.cpu / rates.cpu,
+        "host memory": work.dram / rates.dram,
+        "device": device_bytes / rates.device,
+    }
+
+
+def gradient_share(config: OffloadConfig, workload: Workload, left: float) -> float:
+    """Share of the gradients that is there at the peak. `left`: share of the model that is left to `step()`."""
+    if not config.update_in_backward or workload.clips or workload.micro_batches > 1:
+        return 1.0
+    if not config.overlap_forward:
+        left = 0.0  # step() waits for all of them, so the link begins with each in backward
+    elif not workload.backward_ms:
+        left = _LEFT_TO_STEP
+    return left + (1.0 - left) * _GRADIENTS_IN_FLIGHT
+
+
+def kept_weight_share(config: OffloadConfig, workload: Workload) -> tuple[float, float]:
+    """Share of the streamed weights that speculative updates keep twice: on the device, on the host."""
+    if not (config.update_in_backward and workload.clips):
+        return 0.0, 0.0
+    return 1.0 - _KEPT_ON_HOST, _KEPT_ON_HOST

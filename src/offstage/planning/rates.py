@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The timed passes behind `measure_machine`: link, device memory, host memory, pinning, host updates.
+
+They run through the lanes, the arenas and the rule that training uses, so that the rates are the ones it will see.
+Of every pass the best of a few counts: other work on the machine only ever makes one slower.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from offstage.lanes.lanes import Lane, Lanes, lanes_for, on_device, use_lanes
+from offstage.memory.arena import Arena
+from offstage.planning.machine import UPDATE_BYTES_PER_PARAM
+from offstage.rules import adamw_host
+
+_MIB = 1 << 20
+_ARENA_BYTES = 1024 * _MIB  # several times what a cache holds
+_DEVICE_BYTES = 512 * _MIB
+_SHARE_OF_FREE = 8  # where little is free, no more than one part in this many is taken
+_TOUCH_BYTES = 64 * _MIB  # what one thread populates at a time when an arena is made
+_PIN_SECONDS = 0.5  # for the second, larger arena; on cold or slow memory it stays small
+_COPY_BYTES = 64 * _MIB
+_COPIES = 4  # in a row
+_REPEATS = 3
+_WINDOW_SECONDS = 0.08
+_SLICE = 1 << 20  # parameters per call of the rule, as in training
+_STATE_BYTES = 16  # per parameter of the update pass: bf16 weight and gradient, fp32 master and moments
+_IN_CACHE = (8 * 1024, 24 * 1024)  # parameters; 384 KiB of state fit in a second-level cache
+_IN_CACHE_CALLS = 400
+
+
+def measure_rates(device: torch.device, threads: int, host_free: int, device_free: int) -> dict[str, Any]:
+    """The rates of a `Machine`, by field name. Takes at most 1 GiB of host and half a GiB of device memory for it."""
+    with use_lanes(None):  # a test's lanes would be timed otherwise
+        lanes = lanes_for(device)
+    with on_device(device):
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # start the driver now, and let nothing else be timed
+        arena, pin_rate = _pin(device, threads, min(_ARENA_BYTES, host_free // _SHARE_OF_FREE))
+        try:
+            link = _link_and_device(lanes, arena, min(_DEVICE_BYTES, device_free // _SHARE_OF_FREE))
+            updates, limit = _host_updates(arena, threads)
+            dram = max(_streaming(arena, threads), *updates.values())
+        finally:
+            arena.close()
+    if device.type == "cpu":
+        link["device_gb_per_s"] = dram  # the same memory
+    else:
+        torch.accelerator.empty_cache()  # the allocator would keep what was measured with from other processes
+    return {
+        "pin_gib_per_s": pin_rate,
+        "dram_gb_per_s": dram,
+        "host_update_gb_per_s": updates,
+        "host_update_gparam_limit": limit,
+        **link,
+    }
+
+
+# Arena and link #
+
+
+def _pin(device: torch.device, threads: int, most: int) -> tuple[Arena, float]:
+    """An arena of at most `most` bytes that is made in about half a second, and its rate in GiB/s."""
+    nbytes = max(_MIB, min(most, _TOUCH_BYTES * min(threads, 8)))
+    arena, seconds = _timed_arena(device, nbytes)
+    arena.close()
+    del arena  # before the next one is made
+    larger = min(most, int(nbytes * _PIN_SECONDS / seconds))
+    arena, seconds = _timed_arena(device, max(larger // _MIB * _MIB, nbytes))
+    return arena, arena.nbytes / 2**30 / seconds
+
+
+def _timed_arena(device: torch.device, nbytes: int) -> tuple[Arena, float]:
+    start = time.perf_counter()
+    arena = Arena(nbytes, torch.uint8, device, pin=True)
+    return arena, time.perf_counter() - start
+
+
+def _link_and_device(lanes: Lanes, arena: Arena, device_bytes: int) -> dict[str, float]:
+    size = max(256, min(_COPY_BYTES, arena.nbytes // 2, device_bytes // 2) // 256 * 256)
+    memory = torch.empty(2 * size, dtype=torch.uint8, device=lanes.device)
+    fetched, stored = memory.chunk(2)
+    pairs = arena.nbytes // (2 * size)
+    pieces = arena.flat[: pairs * 2 * size].chunk(pairs * 2)
+    fetch = [partial(_copy, fetched, host) for host in pieces[0::2]]
+    store = [partial(_copy, host, stored) for host in pieces[1::2]]
+    gb = _COPIES * size / 1e9
+    rates = {
+        "link_up_gb_per_s": gb / _best_seconds(lanes, {Lane.FETCH: fetch}),
+        "link_down_gb_per_s": gb / _best_seconds(lanes, {Lane.STORE: store}),
+        "link_duplex_gb_per_s": gb / _best_seconds(lanes, {Lane.FETCH: fetch, Lane.STORE: store}),
+    }
+    if lanes.device.type != "cpu":
+        numbers = torch.zeros(max(256, device_bytes - 2 * size) // 4, device=lanes.device)
+        torch.accelerator.synchronize(lanes.device)  # the zeros are there before another lane adds to them
+        seconds = _best_seconds(lanes, {Lane.UPDATE: [partial(numbers.add_, 1.0)]})
+        rates["device_gb_per_s"] = _COPIES * 2 * numbers.nbytes / 1e9 / seconds
+    return rates
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _best_seconds(lanes: Lanes, queues: Mapping[Lane, Sequence[Callable[[], Any]]]) -> float:
+    """For `_COPIES` pieces of work on every lane of `queues` at once, until the last is done."""
+
+    def once() -> float:
+        start = lanes.stamp(next(iter(queues)))
+        for turn in range(_COPIES):
+            for lane, work in queues.items():
+                lanes.submit(lane, work[turn % len(work)], after={})
+        stops = [lanes.stamp(lane) for lane in queues]
+        return max(lanes.elapsed_ms(start, stop) for stop in stops) / 1e3
+
+    once()
+    return min(once() for _ in range(_REPEATS))
+
+
+# Host #
+
+
+def _host_updates(arena: Arena, threads: int) -> tuple[dict[int, float], float]:
+    """Threads → GB/s of traffic; and the limit per thread, in 1e9 parameters per second, of data in the cache."""
+    state = _adamw_state(arena)
+    numel = state[0].numel()
+    _update([tensor[: _IN_CACHE[0]] for tensor in state])  # compile, or load what was compiled
+    rates = {}
+    update = _prepare(state)  # as the optimizer does: threads share the interpreter, and it costs them little
+    for count in thread_counts(threads):
+        size = min(_SLICE, numel // count)
+        slices = [partial(update, i, i + size) for i in range(0, numel - size + 1, size)]
+        best = max(_per_second(count, slices) for _ in range(_REPEATS))
+        rates[count] = best * size * UPDATE_BYTES_PER_PARAM / 1e9
+    return rates, _in_cache_limit(state)
+
+
+def thread_counts(threads: int) -> list[int]:
+    """1, 2, 4, … and `threads` itself."""
+    return sorted({1 << i for i in range(threads.bit_length())} | {threads})
+
+
+def _in_cache_limit(state: Sequence[torch.Tensor]) -> float:
+    # The difference of two sizes is free of what a call costs; taken in turns, both see the same clock.
+    best = [float("inf")] * len(_IN_CACHE)
+    for _ in range(_IN_CACHE_CALLS):
+        for i, numel in enumerate(_IN_CACHE):
+            piece = [tensor[:numel] for tensor in state]
+            start = time.perf_counter()
+            _update(piece)
+            best[i] = min(best[i], time.perf_counter() - start)
+    return (_IN_CACHE[1] - _IN_CACHE[0]) / 1e9 / max(best[1] - best[0], 1e-9)
+
+
+def _adamw_state(arena: Arena) -> list[torch.Tensor]:
+    """Weight, gradient, moments and master in the arena, with values of which no update makes anything unusual."""
+    numel = arena.nbytes // _STATE_BYTES
+    wide, narrow = arena.flat[: 12 * numel].view(torch.float32), arena.flat[12 * numel : 16 * numel]
+    exp_avg, exp_avg_sq, master = wide.chunk(3)
+    weight, grad = narrow.view(torch.bfloat16).chunk(2)
+    for tensor, value in ((weight, 1.0), (grad, 0.01), (exp_avg, 0.01), (exp_avg_sq, 1e-4), (master, 1.0)):
+        tensor.fill_(value)
+    return [weight, grad, exp_avg, exp_avg_sq, master]
+
+
+def _update(state: Sequence[torch.Tensor]) -> None:
+    _prepare(state)(0, state[0].numel())
+
+
+def _prepare(state: Sequence[torch.Tensor]) -> Callable[[int, int], int]:
+    weight, grad, exp_avg, exp_avg_sq, master = state
+    return adamw_host.prepare(
+        weight,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        None,
+        master,
+        master_kind="fp32",
+        coefficients=torch.tensor([1e-6, 1e-5, 1.0]),
+        prints=None,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.1,
+        eps=1e-8,
+        maximize=False,
+        decoupled=True,
+        fresh=False,
+    )
+
+
+def _streaming(arena: Arena, threads: int) -> float:
+    """GB/s of ``a += b``: in place, so that no line is read only to be overwritten."""
+    numbers = arena.flat[: arena.nbytes // 8 * 8].view(torch.float32).fill_(1.0).numpy()
+    into, other = np.split(numbers, 2)
+    size = min(_SLICE, into.size // threads)
+    slices = [slice(i, i + size) for i in range(0, into.size - size + 1, size)]
+    work = [partial(np.add, into[piece], other[piece], out=into[piece]) for piece in slices]
+    return max(_per_second(threads, work) for _ in range(_REPEATS)) * size * 12 / 1e9
+
+
+def _per_second(threads: int, work: Sequence[Callable[[], Any]]) -> float:
+    """Calls per second of all threads together, each going round its own part of `work`.
+
+    Every thread is counted for as long as it ran, so that it does not matter which ends last.
+    """
+    everyone = threading.Barrier(threads, timeout=60.0)
+
+    def rounds(first: int) -> float:
+        everyone.wait()
+        calls = itertools.cycle(work[first::threads])
+        done, seconds, start = 0, 0.0, time.perf_counter()
+        while seconds < _WINDOW_SECONDS:
+            next(calls)()
+            done += 1
+            seconds = time.perf_counter() - start
+        return done / seconds
+
+    with ThreadPoolExecutor(threads) as pool:
+        return sum(pool.map(rounds, range(threads)))

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose bytes are on the device, at a moment. Used by `observe.py`.
+
+Weights, gradients, state, slots and window are looked up where they are kept. Activations are what is left: on an
+accelerator of what its allocator has given out; on the CPU, whose allocator counts nothing, of the tensors that were
+made since the iteration began (`Allocations`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.tensors import local_of
+
+OWNERS = ("weights", "state", "slots", "window", "gradients", "activations")
+"""Those that change least first: figures put one on the other in this order."""
+
+Storages = dict[int, int]
+"""Bytes of each storage, by its address: tensors may share one."""
+
+
+class Owners:
+    """Who has what on one device."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._gathers = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._weights = self._now(self._all_weights())
+        self._state: Storages = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """State may have come or gone: it does so in steps only."""
+        self._state = self._now(_state(self._optimizer))
+
+    def owned(self) -> dict[str, Storages]:
+        """The storages of each owner that has tensors of its own."""
+        # FSDP2 gathers a layer's weights beside the shards, for as long as it runs.
+        gathered = self._now(self._all_weights()) if self._gathers else {}
+        return {
+            "weights": self._weights | gathered,
+            "gradients": self._now(_gradients(self._model, self._optimizer)),
+            "state": self._state,
+        }
+
+    def slots(self) -> tuple[int, int]:
+        """Bytes of the ring's own slots, and of those beyond: the window."""
+        if not isinstance(self._optimizer, OffloadedOptimizer):
+            return 0, 0
+        ring = window = 0
+        for engine in self._optimizer.engines:
+            if _same(engine.device, self._device):
+                own = min(engine.slot_bytes, engine.planned_bytes)
+                ring, window = ring + own, window + engine.slot_bytes - own
+        return ring, window
+
+    def _all_weights(self) -> Iterator[torch.Tensor]:
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+    def _now(self, tensors: Iterable[torch.Tensor]) -> Storages:
+        storages = (local_of(tensor).untyped_storage() for tensor in tensors)
+        return {storage._cdata: storage.nbytes() for storage in storages if _same(storage.device, self._device)}
+
+
+def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for param in model.parameters():
+        if param.grad is not None and not isinstance(param.grad, DroppedGradient):
+            yield param.grad
+    if isinstance(optimizer, OffloadedOptimizer):  # taken by updates that the caller's stream has not waited for
+        for engine in optimizer.engines:
+            for pending in list(engine.pending.values()):
+                yield pending.turn.grad
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    if isinstance(optimizer, OffloadedOptimizer):
+        for held in optimizer.all_held():
+            yield from held.resident.values()
+        return
+    for values in optimizer.state.values():
+        yield from (value for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def _same(device: torch.device, other: torch.device) -> bool:
+    return device.type == other.type and (device.index or 0) == (other.index or 0)
+
+
+class Allocations(TorchDispatchMode):
+    """Tensors in the CPU's memory that operations have made while this was on, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, Any] = {}
+        # A weak reference keeps the storage's address from being given to another one.
+        self._left_out: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look at what has come out of it."""
+        made = func(*args, **(kwargs or {}))
+        new = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
+        if new:
+            given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+            for tensor in new:
+                address = _address(tensor)
+                if address is not None and address not in given and address not in self._made:  # not a view
+                    self._made[address] = StorageWeakRef(local_of(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+        return made
+
+    def leave_out(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """`make`, whose tensors are counted elsewhere."""
+
+        def counted_elsewhere(*args: Any, **kwargs: Any) -> torch.Tensor:
+            tensor = make(*args, **kwargs)
+            storage = tensor.untyped_storage()
+            self._left_out[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            return tensor
+
+        return counted_elsewhere
+
+    def nbytes(self, owned: Iterable[int]) -> int:
+        """Of all that are still there, without those `owned` by someone."""
+        without = {*owned, *self._left_out}
+        total = 0
+        for address, reference in list(self._made.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined]
+            if storage is None:
+                del self._made[address]
+            elif address not in without:
+                total += storage.nbytes()
+        return total
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Of its storage; `None` if it has none, or not in the CPU's memory."""
+    local = local_of(tensor)
+    if local.device.type != "cpu" or type(local) not in (torch.Tensor, nn.Parameter):
+        return None
+    return int(local.untyped_storage()._cdata)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report's tables: what the run is, its receipt, and the plan against what was measured. Called by `page.py`."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from offstage.config import format_size
+from offstage.optimizer.receipt import Receipt
+from offstage.planning.plan import Placement, Plan
+from offstage.train.report.recorded import Recorded, is_number
+
+Rows = list[tuple[str, str]]
+
+
+def tiles(run: Recorded) -> Rows:
+    """The numbers people look for first."""
+    found: list[tuple[str, str | None]] = [
+        ("parameters", _count(run.run.get("parameters"))),
+        ("steps", f"{run.rows[-1]['step']:,}" if run.rows else None),
+        ("loss", _decimals(run.last("loss"))),
+        ("evaluation", _decimals(run.last("eval_loss"))),
+        ("tokens per second", _whole(run.usual("tokens_per_s"))),
+        ("step", _ms(run.usual("step_ms"))),
+        ("device, peak", _size(run.most("device_peak_bytes"))),
+        ("host, most", _size(run.most("host_rss_bytes"))),
+        ("state off the device", _size(run.receipt.get("host_state_bytes"))),
+        ("waited for updates", _ms(run.usual("exposed_ms"))),
+    ]
+    return [(name, value) for name, value in found if value is not None]
+
+
+def about(run: Recorded) -> Rows:
+    """Command, machine, versions: what it takes to make the run again."""
+    values = run.run
+    found: list[tuple[str, Any]] = [
+        ("command", values.get("command")),
+        ("started", moment(values.get("started"))),
+        ("machine", values.get("machine")),
+        ("versions", values.get("versions")),
+        ("processes", values.get("world")),
+        ("tokens per step", _whole(values.get("tokens_per_step"))),
+        ("observed step", run.observed.get("step")),
+    ]
+    return [(name, _plain(value)) for name, value in found if value not in (None, "", {}, [])]
+
+
+def receipt(run: Recorded) -> Rows:
+    """The receipt as it stands, in the words of `offstage.optimizer.receipt.Receipt`."""
+    if not run.receipt:
+        return []
+    known = {field.name for field in fields(Receipt)}
+    try:
+        found = Receipt(**{name: value for name, value in run.receipt.items() if name in known})
+        return [(line[:28].strip(), line[28:].strip()) for line in str(found).splitlines()]
+    except (TypeError, ValueError, AttributeError):  # of another version: as it is
+        return [(name.replace("_", " "), _plain(value)) for name, value in run.receipt.items()]
+
+
+def plan_against_measured(run: Recorded) -> list[tuple[str, str, str, str]]:
+    """What the plan said, what was measured, and the one over the other."""
+    if run.plan is None:
+        return []
+    found = []
+    for name, planned, measured, kind in _compared(run, run.plan):
+        if planned is None and measured is None:
+            continue
+        show = _size if kind == "bytes" else _ms
+        ratio = f"{measured / planned:.2f}" if planned and measured is not None else "–"
+        found.append((name, show(planned) or "not predicted", show(measured) or "not measured", ratio))
+    return found
+
+
+def _compared(run: Recorded, plan: Plan) -> list[tuple[str, float | None, float | None, str]]:
+    told = plan.prediction
+    # Without a prediction the plan itself still says what moves: streamed state both ways, and for updates on the host
+    # weights and gradients down and weights up.
+    streamed = plan.bytes_of(Placement.STREAMED)
+    weights = sum(s.weight_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.HOST)
+    up, down = (told.bytes_up, told.bytes_down) if told else (streamed + weights, streamed + 2 * weights)
+    return [
+        (
+            "state on the device",
+            float(told.device_state_bytes if told else plan.device_bytes),
+            _float(run.receipt.get("device_state_bytes")),
+            "bytes",
+        ),
+        (
+            "state and buffers on the host",
+            float(told.host_bytes if told else plan.host_bytes),
+            _float(run.receipt.get("host_state_bytes")),
+            "bytes",
+        ),
+        ("peak on the device", _float(told and told.device_peak_bytes), run.most("device_peak_bytes"), "bytes"),
+        ("to the device, per step", float(up), run.usual("bytes_fetched"), "bytes"),
+        ("to the host, per step", float(down), run.usual("bytes_stored"), "bytes"),
+        ("updates, waited for", _float(told and told.exposed_ms), run.usual("exposed_ms"), "ms"),
+        ("step", _float(told and told.iteration_ms), run.usual("step_ms"), "ms"),
+    ]
+
+
+def _float(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
+
+
+def _size(value: Any) -> str | None:
+    return format_size(value) if is_number(value) else None
+
+
+def _ms(value: Any) -> str | None:
+    if not is_number(value):
+        return None
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.2f} ms"
+
+
+def _whole(value: Any) -> str | None:
+    return f"{value:,.0f}" if is_number(value) else None
+
+
+def _decimals(value: Any) -> str | None:
+    return f"{value:.4f}" if is_number(value) else None
+
+
+def _count(value: Any) -> str | None:
+    """``1234567`` → ``1.23M``."""
+    if not is_number(value):
+        return None
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:,.0f}"
+
+
+def moment(value: Any) -> str:
+    """A date and time as people write it; as it is if it is something else."""
+    try:
+        found = datetime.datetime.fromisoformat(str(value))
+    except ValueError:
+        return str(value or "")
+    return f"{found:%Y-%m-%d %H:%M} {found.tzname() or ''}".strip()
+
+
+def _plain(value: Any) -> str:
+    """Values of run.json as people read them."""
+    if isinstance(value, Mapping):
+        return ", ".join(_named(name, one) for name, one in value.items() if one is not None)
+    if isinstance(value, (list, tuple)):
+        return shlex.join(str(one) for one in value)
+    return str(value)
+
+
+def _named(name: str, value: Any) -> str:
+    if name.endswith("_bytes") and is_number(value):
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} memory {format_size(value)}"
+    return f"{name.replace('_', ' ')} {_plain(value)}"

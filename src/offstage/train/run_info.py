@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run was: command, versions, machine, model, plan. `loop.py` writes it to `run.json`, reports show it."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import logging
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+
+import offstage
+from offstage.errors import OffstageError
+from offstage.memory.cpus import usable_cpus
+from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.planning.machine import measure_machine
+from offstage.planning.plan import Plan
+from offstage.planning.planner import make_plan
+from offstage.planning.predict import Workload
+from offstage.train.config import TrainConfig
+from offstage.train.metrics import Meter
+from offstage.train.model import config_of
+from offstage.train.parallel import Parallel
+
+logger = logging.getLogger("offstage")
+
+
+def about_run(
+    config: TrainConfig, parallel: Parallel, optimizer: OffloadedOptimizer, *, parameters: int
+) -> dict[str, Any]:
+    """Plain values for JSON."""
+    data = config.data
+    return {
+        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "offstage": offstage.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": machine(parallel.device),
+        "world": {"ranks": parallel.ranks, "stages": parallel.stages, "sharded": parallel.sharded},
+        "model": identity(config, parallel.device),
+        "parameters": parameters,
+        "tokens_per_step": data.sequence * data.batch * data.micro_batches * parallel.data_ranks,
+        "plan": json.loads(optimizer.plan.to_json()),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """The host and the device, in words and bytes."""
+    found: dict[str, Any] = {
+        "host": platform.platform(),
+        "cpus": usable_cpus(),
+        "host_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "device": str(device),
+    }
+    if device.type != "cpu":
+        properties = torch.get_device_module(device).get_device_properties(device)
+        found["device_name"] = getattr(properties, "name", device.type)
+        found["device_bytes"] = torch.accelerator.get_memory_info(device)[1]
+    return found
+
+
+def identity(config: TrainConfig, device: torch.device) -> dict[str, Any]:
+    """What must be equal for a checkpoint of one run to fit another. Of another package's model, its tensors tell."""
+    dtype = str(config.model.dtype_on(device)).removeprefix("torch.")
+    if config.model.transformers is not None:
+        return {"package": "transformers", "dtype": dtype}
+    return {"package": "offstage", **dataclasses.asdict(config_of(config.model)), "dtype": dtype}
+
+
+def predicted_plan(
+    optimizer: OffloadedOptimizer, config: TrainConfig, meter: Meter, device: torch.device
+) -> Plan | None:
+    """The run's plan with what `make_plan` predicts of such a run; `None` if nothing leaves the device.
+
+    Forward and backward are as long as they were, less what they waited for updates.
+    """
+    forward, backward = meter.phase_ms("forward"), meter.phase_ms("backward")
+    placed = optimizer.plan
+    if not placed.slots or forward is None or backward is None:
+        return None
+    offload, parts = config.offload, config.data.micro_batches
+    waited = (optimizer.receipt().exposed_ms or 0.0) if offload.overlap_forward or offload.update_in_backward else 0.0
+    share = max(0.0, 1.0 - waited / (forward + backward)) / parts
+    if offload.update_on == "auto" and offload.host_fraction is None:
+        offload = dataclasses.replace(offload, host_fraction=placed.host_share)
+    workload = Workload(
+        forward_ms=share * forward,
+        backward_ms=share * backward,
+        micro_batches=parts,
+        clips=bool(config.optimizer.clip),
+    )
+    try:
+        told = make_plan(list(placed.sizes), measure_machine(device), offload, workload=workload)
+        return dataclasses.replace(placed, prediction=told.prediction, candidates=told.candidates, notes=told.notes)
+    except (OffstageError, MemoryError, torch.OutOfMemoryError) as error:
+        logger.warning("the planner has no prediction for the report: %s", error)
+        return None
+
+
+def num_parameters_of(model: torch.nn.Module) -> int:
+    """Of this rank's stages; a sharded one counts whole."""
+    return sum(param.numel() for param in model.parameters())

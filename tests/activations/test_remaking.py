@@ -1,0 +1,800 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saved tensors that are made again instead of moved: the same bits, and what they are made of moves once."""
+
+import contextlib
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from offstage.activations import traffic as activation_traffic
+from offstage.activations.offload import offload_activations
+from offstage.activations.remaking import Factors
+from offstage.errors import OffloadIneffectiveError, OffstageError
+from tests.activations.test_offload import SEEDS, WIDTH, Stack, assert_same, gradients, on_lanes
+
+TOKENS = 6
+FLOAT = 4
+NO_PRODUCTS = {"fraction": 0.99}
+"""Not everything leaves: matrix products are not computed again."""
+
+
+class Gated(nn.Module):
+    """What most language models have between attention and attention."""
+
+    def __init__(self, hidden=4 * WIDTH):
+        super().__init__()
+        self.gate_up = nn.Linear(WIDTH, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Gelu(nn.Module):
+    def __init__(self, approximate="none"):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.approximate = approximate
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x), approximate=self.approximate))
+
+
+class Scaled(nn.Module):
+    """Products with parameters and with themselves, of products, of broadcast factors; a square; a product twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.one(x) * self.scale
+        z = (y * y) * y.mean(-1, keepdim=True)
+        return x + self.other(z) + self.one(z) * self.other(y.transpose(0, 1)).transpose(0, 1)
+
+
+class Written(nn.Module):
+    """Results that are written to: after they were saved by none, and views of larger ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = F.silu(self.one(x))
+        y.mul_(2)
+        both = torch.cat([self.one(x), self.one(x)], -1)
+        both[..., :WIDTH] *= 3
+        z = F.silu(self.one(x), inplace=True)
+        return x + self.other(y) + self.other(z) + self.other(both.sin()[..., :WIDTH])
+
+
+class Inside(nn.Module):
+    """A product whose factors another checkpoint keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.other(checkpoint(lambda y: self.one(y) * self.other(y), x, use_reentrant=False))
+
+
+class Apart(nn.Module):
+    """The same as `Gated`, from two linear layers; the product's factors in another order."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=bias) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=bias)
+
+    def forward(self, x):
+        return x + self.down(self.up(x) * F.silu(self.gate(x)))
+
+
+class Turned(nn.Module):
+    """Parts that are turned round: with one token or one sequence some of their strides say nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        one, other = (part.transpose(0, 1) for part in self.both(x).chunk(2, -1))
+        return x + self.out(F.silu(one) * other).transpose(0, 1)
+
+
+class Halves(nn.Module):
+    """A product of the two halves of what one linear layer has made, and a square of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        one, other = self.both(x).chunk(2, -1)
+        h = self.out(x)
+        return x + self.out(one * other) + self.out(h * h)
+
+
+MODELS = {
+    "gated": Gated,
+    "gated, of two": Apart,
+    "turned": Turned,
+    "halves": Halves,
+    "gelu": Gelu,
+    "gelu, tanh": lambda: Gelu("tanh"),
+    "products": Scaled,
+    "written to": Written,
+    "a checkpoint inside": Inside,
+}
+ONLY_PRODUCTS = ("written to", "a checkpoint inside", "turned")
+"""Of these nothing is made again but what linear layers have made."""
+CONFIGS = {"all": {"keep_last": 0}, "two layers": {"layers": 2}, "a half": {"fraction": 0.5}}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_gradients(model, config, seed):
+    def make():
+        return Stack(MODELS[model])
+
+    expected, _ = gradients(make, None)
+    with on_lanes(seed):
+        found, handle = gradients(make, CONFIGS[config])
+        assert_same(found, expected)
+        assert bool(handle.receipt().bytes_remade) is (config == "all" or model not in ONLY_PRODUCTS)
+
+
+def one_pass(layers, config=None, tokens=TOKENS):
+    torch.manual_seed(0)
+    model = Stack(layers, 3)
+    handle = offload_activations(model, min_bytes=0, keep_last=0, **config or {})
+    model(torch.randn(1, tokens, WIDTH)).backward()  # nothing is made again without a proof
+    handle.bytes_left = handle.bytes_returned = 0
+    loss = model(torch.randn(1, tokens, WIDTH))
+    return model, handle, loss
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_leaves_and_what_does_not(seed):
+    """Where others are between the layers that leave, the link has time for gate and up, and the device has not."""
+    with on_lanes(seed):
+        _, handle, loss = one_pass(Gated, {"layers": 1})
+        receipt = handle.receipt()
+        hidden = TOKENS * 4 * WIDTH * FLOAT
+        assert receipt.bytes_left == TOKENS * WIDTH * FLOAT + 2 * hidden  # the input; gate and up together
+        assert receipt.bytes_remade == 2 * hidden  # silu(gate), and the product
+        assert "made again" in str(receipt)
+        loss.backward()
+        # Gate and up are asked for five times, by three operations, and come back once.
+        assert handle.bytes_returned <= receipt.bytes_left
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_all_leave_the_link_is_the_limit(seed):
+    with on_lanes(seed):
+        _, handle, loss = one_pass(Gated)
+        receipt = handle.receipt()
+        assert receipt.bytes_left == 3 * TOKENS * WIDTH * FLOAT  # the inputs
+        assert receipt.bytes_remade == 3 * 4 * TOKENS * 4 * WIDTH * FLOAT  # gate and up as well
+        loss.backward()
+        assert handle.bytes_returned <= receipt.bytes_left
+
+
+def counted(monkeypatch):
+    """Matrix products that are computed again: linear layers do not call this function."""
+    products, multiply = [], torch.mm
+
+    def count(*arguments):
+        products.append(arguments)
+        return multiply(*arguments)
+
+    monkeypatch.setattr(torch, "mm", count)
+    return products
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layer", [Gated, Apart], ids=["one linear layer", "two"])
+def test_a_product_has_the_memory_for_its_gradients(layer, seed, monkeypatch):
+    """In its backward there are its two factors, and nothing that they were made of. Products are computed twice."""
+    products, held = counted(monkeypatch), []
+    asked = Factors.asked
+    monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", 0)
+
+    def look(factors, kept, found):
+        got = asked(factors, kept, found)
+        held.append(kept.storage.side.here_bytes)
+        assert got.untyped_storage().nbytes() == TOKENS * 4 * WIDTH * FLOAT
+        return got
+
+    with on_lanes(seed):
+        _, handle, loss = one_pass(lambda: layer() if layer is Gated else layer(bias=False))
+        monkeypatch.setattr(Factors, "asked", look)
+        products.clear()
+        loss.backward()
+    # Those that it needs: the layer's own input, which is needed again, the one before, and the model's input.
+    assert max(held[1::2]) <= 3 * TOKENS * WIDTH * FLOAT
+    assert len(products) == 3 * 2 if layer is Gated else 3 * 3  # of two layers one is the factor itself
+    assert handle.bytes_returned <= handle.bytes_left
+
+
+def test_a_factor_of_many_products_is_made_once_or_twice(monkeypatch):
+    class Many(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+
+        def forward(self, x):
+            one, other = self.both(x).chunk(2, -1)
+            for _ in range(8):
+                x = x + self.out(x.sin() * one) + self.out(F.silu(other) * x.cos())
+            return x
+
+    products = counted(monkeypatch)
+    _, handle, loss = one_pass(Many)
+    products.clear()
+    loss.backward()
+    assert 3 <= len(products) <= 3 * 2
+    assert handle.receipt().bytes_remade
+
+
+class Sharded(nn.Module):
+    """Like a model of which every linear layer is sharded on its own: a weight is back before its own backward only."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.is_sharded = False
+
+    def forward(self, x):
+        hidden = self.one(x)
+        if self.is_sharded:
+            storage, values = self.one.weight.untyped_storage(), self.one.weight.detach().clone()
+            storage.resize_(0)
+
+            def gather(_):
+                storage.resize_(values.nbytes)
+                storage.copy_(values.untyped_storage())
+
+            hidden.register_hook(gather)
+        return x + self.other(F.silu(hidden))
+
+
+def sharded(model, are=True):
+    for layer in model.layers:
+        layer.is_sharded = are
+
+
+def trained(offload, *changes):
+    torch.manual_seed(0)
+    model = Stack(Sharded, 3)
+    handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
+    for change in changes:
+        change(model)
+        model.zero_grad()
+        model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
+    return [param.grad for param in model.parameters()], handle
+
+
+def test_a_weight_that_is_not_there_in_backward(caplog):
+    """Found out in the first iteration: what it has made moves. Later: said."""
+    found, handle = trained(True, sharded, same, same)
+    assert_same(found, trained(False, sharded, same, same)[0])
+    assert handle.receipt().bytes_remade == (3 + 1) * TOKENS * WIDTH * FLOAT  # silu, and what the first layer is given
+    assert "what a linear layer has made in a Sharded is not made again" in caplog.text
+    with pytest.raises(OffstageError, match="its weight is not on the device"):
+        trained(True, same, same, sharded)
+
+
+@pytest.mark.parametrize(
+    ("step", "remade"),
+    [("torch.mm", 3 + 1), ("offstage.activations.proofs._words", 0)],  # all but products; nothing
+    ids=["to make it", "to compare it"],
+)
+def test_no_memory_to_try(step, remade, caplog, monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError("2 GiB are free, 3 GiB were asked for")
+
+    expected, _ = trained(False, same, same, same)
+    monkeypatch.setattr(step, fail)
+    found, handle = trained(True, same, same, same)
+    assert_same(found, expected)
+    assert handle.receipt().bytes_remade == remade * TOKENS * WIDTH * FLOAT
+    assert "moves like everything else: 2 GiB are free" in caplog.text
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (1, 1)])
+def test_strides_that_say_nothing(shape):
+    def run(offload):
+        torch.manual_seed(0)
+        model = Stack(Turned, 3)
+        handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
+        for _ in range(3):
+            model(torch.randn(*shape, WIDTH)).backward()
+        assert handle is None or handle.receipt().bytes_remade
+        return [param.grad for param in model.parameters()]
+
+    assert_same(run(True), run(False))
+
+
+def test_halves_of_one_storage_are_not_copied(monkeypatch):
+    """All of it is needed as it is, and goes right after."""
+    monkeypatch.setattr(Factors, "asked", lambda *_: pytest.fail("there is nothing to let go"))
+    _, handle, loss = one_pass(Halves)
+    loss.backward()
+    assert handle.receipt().bytes_remade
+
+
+def test_a_bias_may_change():
+    """Autograd does not save it."""
+
+    def run(offload):
+        torch.manual_seed(0)
+        model = Stack(Gelu, 3)
+        handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
+        for _ in range(4):
+            loss = model(torch.randn(1, TOKENS, WIDTH))
+            with torch.no_grad():
+                for layer in model.layers:
+                    layer.up.bias.add_(0.1)
+            loss.backward()
+        assert handle is None or handle.receipt().bytes_remade
+        return [param.grad for param in model.parameters()]
+
+    assert_same(run(True), run(False))
+
+
+def test_each_time_it_is_made_it_is_compared():
+    """Weights that change unseen between two backwards; and after `remove()`, when no forward comes that would ask."""
+    for removed in (False, True):
+        model, handle, loss = one_pass(Gated)
+        loss.backward(retain_graph=True)
+        for layer in model.layers:
+            layer.gate_up.weight.data.mul_(2)
+        if removed:
+            handle.remove()
+            with pytest.raises(
+                OffstageError, match=r"what a linear layer has made in a Gated, was .* or its weight was"
+            ):
+                loss.backward()
+            continue
+        loss.backward()
+        with pytest.raises(OffstageError, match=r"what a linear layer has made in a Gated, was .* or its weight was"):
+            iterate(model, torch.randn(1, TOKENS, WIDTH), 3)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_nothing_returns_twice(seed):
+    """Whatever is made of it: a second way over the link would cost what making again was to save."""
+    with on_lanes(seed):
+        for layers in MODELS.values():
+            _, handle, loss = one_pass(layers)
+            loss.backward()
+            assert handle.bytes_returned <= handle.bytes_left
+            del loss
+            assert [side.here_bytes for side in handle._sides.values()] == [0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_backward_twice_and_double_backward(seed):
+    def run(offload):
+        torch.manual_seed(0)
+        model = Stack(Gated)
+        handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
+        found = []
+        for _ in range(2):  # moved, and made again
+            x = torch.randn(2, 3, WIDTH, requires_grad=True)
+            loss = model(x)
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            (second,) = torch.autograd.grad(first.pow(2).sum(), x)
+            found += [first.detach(), second]
+        assert handle is None or handle.bytes_remade
+        return [*found, *(param.grad for param in model.parameters())]
+
+    expected = run(False)
+    with on_lanes(seed):
+        assert_same(run(True), expected)
+
+
+# What is not made again
+
+
+class Clamped(nn.Module):
+    """Results that somebody writes to behind autograd's back, in two ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = F.silu(self.one(x))
+        y.data.clamp_(-0.1, 0.1)
+        z = self.one(x) * self.other(x)
+        z.detach().numpy()[:] += 1
+        return x + self.other(y) + self.one(z) + self.other(F.gelu(self.one(x)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_was_written_to_unseen_is_moved(seed, caplog):
+    """Found out in the first backward, and said; what is not written to is made again from then on."""
+
+    def make():
+        return Stack(Clamped)
+
+    expected, _ = gradients(make, None, iterations=4)
+    with on_lanes(seed):
+        found, handle = gradients(make, {"keep_last": 0}, iterations=4)
+    assert_same(found, expected)
+    # Gelu, of five layers; what four linear layers have made; the input of the first, which is too deep for the next.
+    assert handle.receipt().bytes_remade == (5 + 4 * 4 + 1) * 2 * 6 * WIDTH * FLOAT
+    warnings = [record.getMessage() for record in caplog.records if "not made again" in record.getMessage()]
+    assert sorted(text.split(" has made in a ")[0].split()[-1] for text in warnings) == ["Mul", "Silu"]
+    assert all("Clamped" in text for text in warnings)
+
+
+class Writes(nn.Module):
+    """One of its results may be written to unseen; which, and whether the others are in its way, can be changed."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.factor = 1.0
+        self.deep = False
+
+    def forward(self, x):
+        a, b = self.one(x), self.other(x)
+        if self.deep:  # made from two others, which is too deep once those are made again themselves
+            x = x + self.last(F.silu(a) * b * b)
+        y = a * b
+        if self.training:
+            y.data.mul_(self.factor)
+        return x + self.last(y)
+
+
+def lives(seed, *changes, config=None):
+    """Gradients of the same life with offload and without, with `changes` before each iteration."""
+    found = {}
+    for offload in (False, True):
+        with on_lanes(seed):
+            torch.manual_seed(0)
+            model = Stack(Writes)
+            handle = offload_activations(model, min_bytes=0, keep_last=0, **config or {}) if offload else None
+            found[offload] = []
+            for number, change in enumerate(changes):
+                change(model)
+                model.zero_grad()
+                generator = torch.Generator().manual_seed(number)
+                model(torch.randn(2, 4, WIDTH, generator=generator)).backward()
+                found[offload] += [param.grad.clone() for param in model.parameters()]
+    return found[True], found[False], handle
+
+
+def same(model):
+    """No change."""
+
+
+def writing(factor, deep=False):
+    def change(model):
+        for layer in model.layers:
+            layer.factor, layer.deep = factor, deep
+
+    return change
+
+
+def zeroed(model):
+    for layer in model.layers:
+        nn.init.zeros_(layer.one.weight)
+        nn.init.zeros_(layer.one.bias)
+
+
+def filled(model):
+    for layer in model.layers:
+        nn.init.constant_(layer.one.weight, 0.1)
+
+
+def evaluating(model):
+    model.eval()
+
+
+def training(model):
+    model.train()
+
+
+CHANGES = {
+    "another way through the layer": (writing(0.5, deep=True), same, writing(0.5), same, writing(0.5, deep=True), same),
+    "from the second iteration on it is too deep": (writing(0.5, deep=True), same, same, same),
+    "zeros at first": (writing(0.5), zeroed, same, filled, same, same),
+    "zeros in the first iteration": (lambda model: (writing(0.5)(model), zeroed(model)), same, filled, same, same),
+    "evaluated first": (lambda model: (writing(0.5)(model), evaluating(model)), same, training, same, evaluating, same),
+}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("changes", CHANGES)
+def test_a_proof_holds_for_what_was_proven(changes, seed):
+    found, expected, handle = lives(seed, *CHANGES[changes])
+    assert_same(found, expected)
+    handle.remove()  # everything was looked at
+
+
+def iterate(model, x, iterations):
+    for _ in range(iterations):
+        model(x).backward()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_who_begins_to_write_later_is_found_out(seed):
+    """Two forwards later, since nobody waits for the answer; from then on it moves."""
+    with on_lanes(seed):
+        torch.manual_seed(0)
+        model = Stack(Writes)
+        handle = offload_activations(model, min_bytes=0, keep_last=0)
+        x = torch.randn(2, 4, WIDTH)
+        iterate(model, x, 3)
+        assert handle.receipt().bytes_remade
+        writing(0.5)(model)
+        with pytest.raises(OffstageError, match=r"what Mul has made in a Writes, was .* That did not"):
+            iterate(model, x, 3)
+        for offloaded in (True, False):
+            model.zero_grad()
+            model(x).backward()
+            if offloaded:
+                found = [param.grad.clone() for param in model.parameters()]
+                handle.remove()
+        assert_same(found, [param.grad for param in model.parameters()])
+
+
+def test_the_last_iteration_is_looked_at_when_it_ends():
+    torch.manual_seed(0)
+    model = Stack(Writes)
+    handle = offload_activations(model, min_bytes=0, keep_last=0)
+    for factor in (1.0, 1.0, 0.5):
+        writing(factor)(model)
+        model(torch.randn(2, 4, WIDTH)).backward()
+    with pytest.raises(OffstageError, match="without autograd's knowledge"):
+        handle.remove()
+    offload_activations(model, min_bytes=0).remove()  # it was taken off all the same
+
+
+def test_a_verdict_against_it_stays():
+    """Micro-batches in flight: one shows that it is written to, another, tried before, has nothing to show."""
+    torch.manual_seed(0)
+    model = Stack(Writes)
+    handle = offload_activations(model, min_bytes=0, keep_last=0, **NO_PRODUCTS)
+    writing(0.5)(model)
+    first = model(torch.randn(2, 4, WIDTH))
+    writing(1.0)(model)
+    second = model(torch.randn(2, 4, WIDTH))
+    first.backward()
+    model(torch.randn(2, 4, WIDTH))
+    second.backward()
+    model(torch.randn(2, 4, WIDTH)).backward()
+    assert not handle.receipt().bytes_remade
+
+
+def test_chains_are_not_followed_to_their_end():
+    """Every result would be made from all before it."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = f = self.factor(x)
+            for _ in range(300):
+                y = y * f
+            z = f
+            for _ in range(20):
+                z = z * z
+            return x + y + z
+
+    def make():
+        return Stack(Chain)
+
+    expected, _ = gradients(make, None)
+    found, handle = gradients(make, {"keep_last": 0})
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    assert handle.bytes_remade
+    assert handle.bytes_returned <= handle.bytes_left
+
+
+class Complex(nn.Module):
+    """Numbers that are not those in memory until somebody reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        z = torch.view_as_complex(self.linear(x).unflatten(-1, (-1, 2)))
+        w = z.conj() * (0.1 * z).cos()
+        return x + 0.1 * torch.view_as_real((w * z.conj().imag) * w.conj()).flatten(-2).tanh()
+
+
+class Unsafe(nn.Module):
+    """Parts of one storage whose versions are counted apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x):
+        a, b, c, d = self.linear(x).unsafe_chunk(4, -1)
+        a = a.sigmoid_() * b.tanh_()  # these are saved, and more than a half of the storage with them
+        return x + a * (c.sigmoid_() + d.tanh_())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("layer", [Complex, Unsafe])
+def test_what_is_not_in_memory_as_it_is_saved(layer, seed):
+    def make():
+        return Stack(layer)
+
+    expected, _ = gradients(make, None)
+    with on_lanes(seed):
+        found, handle = gradients(make, {"keep_last": 0})
+    assert_same(found, expected)
+    assert handle.bytes_left
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weights_on_the_host_come_as_often_as_before(seed):
+    """And as many activations leave as without: a weight's memory is not taken for that of a tensor made later."""
+
+    def moved(layer, **config):
+        with on_lanes(seed):
+            torch.manual_seed(0)
+            model = Stack(layer)
+            handle = offload_activations(model, min_bytes=0, keep_last=0, **NO_PRODUCTS, **config)
+            for _ in range(4):
+                model(torch.randn(1, TOKENS, WIDTH)).backward()
+            return handle.receipt()
+
+    class Sum(Gated):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return super().forward(x) + self.scale
+
+    class Product(Sum):
+        def forward(self, x):
+            return Gated.forward(self, x) * self.scale  # saved by the next layer
+
+    plain, both, product = moved(Gated), moved(Gated, weights=True), moved(Product, weights=True)
+    assert both.total_bytes_left == plain.total_bytes_left
+    assert product.weight_bytes_fetched == moved(Sum, weights=True).weight_bytes_fetched
+
+
+def test_making_again_is_not_doing_nothing():
+    """Where the fraction is too small for anything to leave: nobody is idle who makes again, and others are."""
+    for layer, works in ((Gated, True), (Written, False)):
+        torch.manual_seed(0)
+        model = Stack(layer)
+        handle = offload_activations(model, min_bytes=0, keep_last=0, fraction=1e-9)
+        with contextlib.nullcontext() if works else pytest.raises(OffloadIneffectiveError, match="Raise fraction"):
+            iterate(model, torch.randn(1, TOKENS, WIDTH), 5)
+        assert handle.bytes_left == 0
+        assert bool(handle.bytes_remade) is works
+
+
+def test_threads_that_begin_together():
+    """Four forwards are under way before the first one is over: nobody has been idle."""
+    barrier = threading.Barrier(4)
+
+    class Waiting(Gated):
+        def forward(self, x):
+            barrier.wait(60)
+            return super().forward(x)
+
+    model = Stack(Waiting, 2)
+    handle = offload_activations(model, min_bytes=0, keep_last=0)
+    losses = []
+
+    def forward():
+        losses.append(model(torch.randn(1, TOKENS, WIDTH)))
+
+    threads = [threading.Thread(target=forward) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for loss in losses:
+        loss.backward()
+    assert len(losses) == 4
+    assert handle.bytes_left
+
+
+# How long it lives
+
+
+def test_it_outlives_what_it_is_made_of():
+    """A second loss that needs no gradient of the trunk, after the trunk's backward."""
+
+    class Trunk(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.head, self.other = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+        def forward(self, x):
+            y = F.silu(self.one(x))
+            return self.head(y), self.other(y)
+
+    def run(offload):
+        torch.manual_seed(0)
+        model = nn.ModuleList([Trunk()])
+        model.forward = lambda x: model[0](x)
+        handle = offload_activations(model, min_bytes=0, layers=[model[0]], keep_last=0) if offload else None
+        sum(model(torch.randn(3, WIDTH))).sum().backward()
+        model.zero_grad()
+        first, second = model(torch.randn(3, WIDTH))
+        if handle is not None:
+            assert handle.receipt().bytes_remade
+        first.sum().backward()
+        return [model[0].one.weight.grad, *torch.autograd.grad(second.sum(), [model[0].other.weight])]
+
+    assert_same(run(True), run(False))
+
+
+def test_autocast():
+    def run(config):
+        torch.manual_seed(0)
+        model = Stack(Gated)
+        handle = offload_activations(model, min_bytes=0, keep_last=0) if config else None
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(torch.randn(2, 3, WIDTH))
+                loss.backward()  # with autocast on: what is made again is not cast again
+        assert handle is None or handle.receipt().bytes_remade
+        return [param.grad for param in model.parameters()]
+
+    assert_same(run(True), run(False))
+
+
+def test_a_parameter_that_was_changed_is_refused():
+    model, _, loss = one_pass(Gated)
+    with torch.no_grad():
+        model.last.weight.add_(1)  # of no layer: what autograd saves of it comes to the hooks as well
+    with pytest.raises(OffstageError, match="changed in place"):
+        loss.backward()
+
+
+def test_a_forward_without_backward_leaves_nothing():
+    """Small outputs that an operation saves itself do not keep it alive, nor what it knows."""
+
+    class Small(nn.Module):
+        def forward(self, x):
+            return x + torch.tanh(x.mean(-1, keepdim=True))
+
+    torch.manual_seed(0)
+    model = Stack(Small)
+    offload_activations(model, min_bytes=TOKENS * FLOAT + 1)
+    kept = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda _, x, y: kept.append(StorageWeakRef(y.untyped_storage())))
+    model(torch.randn(TOKENS, WIDTH))
+    gc.collect()
+    assert len(kept) == 5
+    assert all(reference.expired() for reference in kept)
+
+
+def test_fraction_of_nothing():
+    _, handle, loss = one_pass(Gated, {"fraction": 0.0})
+    assert not handle.receipt().bytes_remade
+    loss.backward()
+    assert not handle.bytes_left

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random lives with overlap: whatever happens around the iterations, the bits are those of the plain step.
+
+The overlapped one runs on lazy lanes with the happens-before checker; both live through the same events.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offstage
+from tests.support.training import lazily, same_bits
+
+WIDTH = 36
+EVENTS = (
+    *["iterate"] * 6,
+    "two micro-batches",
+    "checkpointed",
+    "not finite",
+    "by hand",
+    "evaluate",
+    "save and load",
+    "load the model",
+    "write a weight",
+    "write state",
+    "read",
+    "lr",
+    "amsgrad",
+    "freeze",
+    "add a group",
+    "drain",
+    "prefetch",
+    "evict",
+)
+IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt")
+FORMATS = [
+    (torch.float32, {}),
+    (torch.float32, {"fraction": 0.5}),
+    (torch.bfloat16, {"master_weights": "fp32"}),
+    (torch.bfloat16, {"master_weights": "split"}),
+    (torch.bfloat16, {"master_weights": "none", "state_dtype": "bfloat16"}),
+]
+CLIPS = [None, (1e4,), (1e-4,), (1e4, 1e-4), (1e4, 1e4, 1e-4, None)]
+
+
+class Model(nn.Module):
+    """Layers of which any may be left out or run twice; the first and the last share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.layers[4].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor, used: list[int], rerun: bool | None = None) -> torch.Tensor:
+        for number in used:
+            layer = self.layers[number]
+            y = layer(x) if rerun is None else checkpoint(layer, x, use_reentrant=rerun)
+            x = x + torch.tanh(y)
+        return x
+
+
+class Life:
+    """A model, its optimizer and what happens to them. Lives with the same seed see the same batches."""
+
+    def __init__(self, seed: int, dtype: torch.dtype, config: dict, clip: tuple | None, in_between: str) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        torch.manual_seed(seed)
+        self.model = Model().to(dtype)
+        options = {"lr": 3e-3, "weight_decay": 0.1}
+        inner = torch.optim.AdamW(self.model.parameters(), **options)
+        self.optimizer = offstage.offload(inner, self.model, min_bytes=0, chunk_bytes="16KiB", **config)
+        self.config, self.clip, self.in_between = config, clip, in_between
+        self.dtype, self.iterations = dtype, 0
+
+    def draw(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random).to(self.dtype)
+
+    def loss(self, number: int, rerun: bool | None = None) -> torch.Tensor:
+        used = [i % len(self.model.layers) for i in range(6) if (number >> i) & 1] or [0]
+        if rerun:  # every weight once: reentrant checkpointing would bring the others' gradients in parts
+            used = sorted(set(used) - {4}) or [1]
+        x = self.draw(3, WIDTH).requires_grad_()  # also where all layers in use are frozen
+        return self.model(x, used, rerun).float().pow(2).mean()
+
+    def finish_iteration(self) -> None:
+        max_norm = None if self.clip is None else self.clip[self.iterations % len(self.clip)]
+        self.iterations += 1
+        if max_norm is not None:
+            self.optimizer.clip_grad_norm_(max_norm)
+        self.move(self.in_between)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def move(self, what: str) -> None:
+        """Things that may be done at any time and change nothing."""
+        if what == "drain":
+            self.optimizer.synchronize()
+        elif what == "receipt":
+            self.optimizer.receipt()
+        elif what == "prefetch" and self.config.get("window"):
+            self.optimizer.prefetch()
+        elif what == "evict":
+            self.optimizer.evict()
+
+    def live(self, event: str, number: int) -> None:
+        optimizer, model = self.optimizer, self.model
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        chosen = params[number % len(params)]
+        if event == "iterate":
+            self.loss(number).backward()
+            self.finish_iteration()
+        elif event == "two micro-batches":
+            with optimizer.accumulate():
+                self.loss(number).backward()
+            self.loss(number ^ 63).backward()
+            self.finish_iteration()
+        elif event == "checkpointed":
+            self.loss(number, rerun=bool(number & 64)).backward()
+            self.finish_iteration()
+        elif event == "not finite" and self.clip is not None:
+            (self.loss(number) * float("nan")).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        elif event == "by hand":
+            for i, param in enumerate(params):
+                param.grad = self.draw(*param.shape) if (number >> i % 8) & 1 else None
+            self.finish_iteration()
+        elif event == "evaluate":
+            with torch.no_grad():
+                self.loss(number)
+        elif event == "save and load":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif event == "load the model":
+            model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+        elif event == "write a weight":
+            optimizer.synchronize()
+            chosen.data.copy_(self.draw(*chosen.shape))
+        elif event == "write state" and "exp_avg" in optimizer.state[chosen]:
+            optimizer.state[chosen]["exp_avg"].mul_(0.5)
+        elif event == "read":
+            assert (chosen in optimizer.state) == bool(optimizer.state[chosen])
+        elif event == "lr":
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + number % 5)
+        elif event == "amsgrad":
+            optimizer.param_groups[0]["amsgrad"] = not optimizer.param_groups[0]["amsgrad"]
+        elif event == "freeze":
+            model.layers[1 + number % 2].requires_grad_(bool(number & 4))
+        elif event == "add a group" and len(optimizer.param_groups) < 3:
+            layer = nn.Linear(WIDTH, WIDTH).to(self.dtype)
+            with torch.no_grad():
+                for param in layer.parameters():
+                    param.copy_(self.draw(*param.shape) * 0.1)
+            model.layers.append(layer)
+            optimizer.add_param_group({"params": [*layer.parameters()], "lr": 1e-2})
+        else:
+            self.move(event)
+
+    def end(self) -> list[torch.Tensor]:
+        self.optimizer.synchronize()
+        states = self.optimizer.state_dict()["state"]
+        return [p.detach() for p in self.model.parameters()] + [
+            v for s in states.values() for _, v in sorted(s.items())
+        ]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 255)), min_size=4, max_size=18),
+    st.sampled_from(FORMATS),
+    st.sampled_from([0, "16KiB", "48KiB", "all"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(CLIPS),
+    st.sampled_from(IN_BETWEEN),
+    st.integers(1, 3),
+    st.integers(0, 1000),
+)
+@settings(deadline=None, max_examples=150)
+def test_overlapped_and_plain_lives_are_the_same(
+    events, kind, window, overlap_forward, update_in_backward, clip, in_between, slots, seed
+):
+    dtype, config = kind
+    overlap = {"window": window, "overlap_forward": overlap_forward, "update_in_backward": update_in_backward}
+    with lazily(seed):
+        overlapped = Life(seed, dtype, {**config, **overlap, "slots": slots}, clip, in_between)
+    plain = Life(seed, dtype, config, clip, "nothing")
+    for event, number in events:
+        overlapped.live(event, number)
+        plain.live(event, number)
+    ends = overlapped.end(), plain.end()
+    assert len(ends[0]) == len(ends[1])
+    assert all(same_bits(a, b) for a, b in zip(*ends, strict=True))

@@ -1,0 +1,969 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`update_in_backward`: gradients go as soon as they are used, and whoever wants them later is told, not cheated."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import offstage
+from offstage.errors import ConfigError, OffstageError, StepLostError
+from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from tests.support.contract import SMALL, adamw, assert_same, one_process_group, snapshot
+from tests.support.training import lazily
+
+BACKWARD = {**SMALL, "update_in_backward": True}
+BOTH = {**BACKWARD, "overlap_forward": True}
+LAYERS = 8
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(48, 48) for _ in range(LAYERS)))
+
+
+def loss_of(model, number):
+    return model(torch.randn(5, 48, generator=torch.Generator().manual_seed(number))).pow(2).mean()
+
+
+def iterate(model, optimizer, numbers, clip=None):
+    for number in numbers:
+        loss_of(model, number).backward()
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(config, steps=3, clip=None, **options):
+    """A model after some steps, so that the next backward updates everything."""
+    model = make_model()
+    optimizer = offstage.offload(adamw(model.parameters(), **options), model, **config)
+    iterate(model, optimizer, range(steps), clip)
+    return model, optimizer
+
+
+def between(config=None, clip=None):
+    """The same, between backward and step()."""
+    model, optimizer = trained(BACKWARD if config is None else config, clip=clip)
+    loss_of(model, 3).backward()
+    assert isinstance(model[-1].weight.grad, DroppedGradient)
+    return model, optimizer
+
+
+# Dropped gradients
+
+
+def total_norm(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+
+
+def total_norm_one_by_one(model, optimizer):
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+
+
+def clip_values(model, optimizer):
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+def unscale(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+
+
+def scaled_step(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+
+
+def log_norm(model, optimizer):
+    model[0].weight.grad.norm()
+
+
+def look_for_nan(model, optimizer):
+    torch.isnan(model[0].weight.grad).any()
+
+
+def copy_to_host(model, optimizer):
+    model[0].weight.grad.to("cpu", torch.float64)
+
+
+def scale_in_place(model, optimizer):
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+
+
+def flatten(model, optimizer):
+    nn.utils.parameters_to_vector([param.grad for param in model.parameters()])
+
+
+def zero_in_place(model, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def second_backward(model, optimizer):
+    (model[0].weight * 2).sum().backward()
+
+
+USES = [
+    total_norm,
+    total_norm_one_by_one,
+    clip_values,
+    unscale,
+    scaled_step,
+    log_norm,
+    look_for_nan,
+    copy_to_host,
+    scale_in_place,
+    flatten,
+    zero_in_place,
+    second_backward,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda f: f.__name__)
+def test_whoever_uses_a_dropped_gradient_is_told(use):
+    """Nothing computes a norm of 0, clips nothing or adds to nothing: it raises, and says what to do instead."""
+    model, optimizer = between()
+    with pytest.raises(OffstageError) as info:
+        use(model, optimizer)
+    message = str(info.value)
+    expected = ["optimizer.clip_grad_norm_(max_norm)", "optimizer.accumulate()", "update_in_backward=False", "step()"]
+    for fragment in [*expected, ".weight'"]:
+        assert fragment in message
+
+
+@pytest.mark.parametrize("use", ["tolist", "numpy", "item"])
+def test_a_dropped_gradient_has_no_numbers(use):
+    """Where torch itself refuses before anyone can say why: still an error, never a number."""
+    model, _ = between()
+    with pytest.raises(RuntimeError):
+        getattr(model[0].bias.grad, use)()
+
+
+@pytest.mark.parametrize("use", [total_norm, clip_values, unscale, log_norm], ids=lambda f: f.__name__)
+def test_the_step_can_still_be_made_after_such_a_raise(use):
+    """It is the use that failed, not the update."""
+    model, optimizer = between()
+    with pytest.raises(OffstageError):
+        use(model, optimizer)
+    optimizer.step()
+    iterate(model, optimizer, range(4, 6))
+    assert_same(*trained(SMALL, 6), model, optimizer)
+
+
+def test_a_dropped_gradient_looks_like_the_gradient_it_was():
+    """Shape, dtype and device are known; it prints without its values."""
+    model, _ = between()
+    gradient = model[2].weight.grad
+    assert (gradient.shape, gradient.dtype, gradient.device) == ((48, 48), torch.float32, torch.device("cpu"))
+    assert repr(gradient) == "DroppedGradient('2.weight')"
+
+
+@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+def test_after_step_there_are_no_dropped_gradients(config, clip):
+    """`step()` takes them away: `p.grad` is None, or a gradient that clipping gave back."""
+    model, optimizer = between(config, clip)
+    if clip is not None:
+        optimizer.clip_grad_norm_(clip)
+    optimizer.step()
+    assert not any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    if clip != 1e-6:
+        assert all(param.grad is None for param in model.parameters())
+
+
+def test_the_first_iteration_keeps_its_gradients():
+    """It is a plain one: it counts how often each parameter's gradient arrives."""
+    model = make_model()
+    optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    loss_of(model, 0).backward()
+    assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)) > 0
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    assert any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, 1e4])
+def test_what_is_left_to_step(clip):
+    """Some of what forward needs first, where forward waits for it; nothing where step() does."""
+    for config in (BACKWARD, BOTH):
+        model, optimizer = trained(config, steps=1, clip=clip)  # nothing is measured yet
+        loss_of(model, 3).backward()
+        left = [param for param in model.parameters() if not isinstance(param.grad, DroppedGradient)]
+        assert bool(left) is (config is BOTH)
+        assert all(param is kept for param, kept in zip(model.parameters(), left, strict=False))
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+
+
+def test_the_memory_of_gradients_is_given_back_during_backward():
+    """At no time is there more than a part of all gradients; at the end of backward there is next to none."""
+    model = make_model()
+    seen, most = [], []
+
+    def look(param):
+        seen.append(StorageWeakRef(param.grad.untyped_storage()))
+        most.append(sum(not storage.expired() for storage in seen))
+
+    for layer in model:
+        layer.weight.register_post_accumulate_grad_hook(look)
+    optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    iterate(model, optimizer, range(1))
+    assert max(most) == LAYERS  # the first iteration is plain
+    iterate(model, optimizer, range(1, 3))
+    seen.clear()
+    most.clear()
+    loss_of(model, 3).backward()
+    assert len(most) == LAYERS
+    assert max(most) <= LAYERS / 2
+    assert sum(not storage.expired() for storage in seen) <= LAYERS / 4
+    optimizer.step()
+    assert all(storage.expired() for storage in seen)
+
+
+def test_speculation_keeps_gradients_until_the_norm_is_known():
+    model, optimizer = trained(BACKWARD, clip=1e4)
+    loss_of(model, 3).backward()
+    gradients = [StorageWeakRef(g.untyped_storage()) for g in optimizer._overlap.gradients.values()]
+    assert len(gradients) == 2 * LAYERS
+    optimizer.clip_grad_norm_(1e4)
+    optimizer.step()
+    assert all(storage.expired() for storage in gradients)
+
+
+# Between backward and step()
+
+
+def test_a_changed_hyperparameter_loses_the_step():
+    """The updates in backward used the old one. The message says how to go on, and that works."""
+    model, optimizer = trained(BACKWARD)
+    weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+    loss_of(model, 3).backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(StepLostError, match="hyperparameter changed between backward and step"):
+        optimizer.step()
+    for action in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(StepLostError, match="load_state_dict"):
+            action()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    optimizer.zero_grad()
+    iterate(model, optimizer, range(3, 6))
+    assert_same(*trained(SMALL, 6), model, optimizer)
+
+
+def test_a_changed_tensor_lr_loses_the_step():
+    """Also where only the value in the tensor has changed."""
+    model, optimizer = trained(BACKWARD, lr=torch.tensor(0.01))
+    loss_of(model, 3).backward()
+    optimizer.param_groups[0]["lr"].mul_(0.5)
+    with pytest.raises(StepLostError, match="hyperparameter"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("clip", [1e4, 1e-6], ids=["within", "over"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_changed_hyperparameter_with_clipping_is_no_loss(clip, seed):
+    """Speculative updates are taken back and made again with the new one."""
+
+    def life(config):
+        model, optimizer = trained(config, clip=clip)
+        loss_of(model, 3).backward()
+        optimizer.clip_grad_norm_(clip)
+        optimizer.param_groups[0]["lr"] = 0.5
+        optimizer.step()
+        optimizer.zero_grad()
+        iterate(model, optimizer, range(4, 6), clip)
+        optimizer.synchronize()
+        return model, optimizer
+
+    expected = life(SMALL)
+    with lazily(seed):
+        got = life(BOTH)
+    assert_same(*expected, *got)
+
+
+def test_bookkeeping_in_a_group_is_nobodys_hyperparameter():
+    """Entries that the optimizer's class does not know may change at any time, and need not even be comparable."""
+    model, optimizer = trained(BACKWARD)
+    group = optimizer.param_groups[0]
+    group["seen"], group["curve"] = 0, [torch.zeros(3), torch.ones(3)]
+    for number in range(3, 6):
+        loss_of(model, number).backward()
+        assert isinstance(model[-1].weight.grad, DroppedGradient)
+        group["seen"] += 1
+        group["curve"] = [torch.full((3,), float(number)), torch.ones(3)]
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = trained(SMALL, 6)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected[0].parameters(), strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_group_with_a_gradient_added_between_backward_and_step(clip, seed):
+    """What a parameter found in this backward takes part in the step after it."""
+
+    def life(config):
+        model, optimizer = trained(config, clip=clip)
+        more = nn.Parameter(torch.zeros(48))
+        for number in range(3, 6):
+            (loss_of(model, number) + more.sin().sum()).backward()
+            if number == 3:
+                optimizer.add_param_group({"params": [more]})
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return nn.ParameterList([*model.parameters(), more]), optimizer
+
+    expected = life(SMALL)
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        assert_same(*expected, *life(BOTH))
+
+
+def test_groups_changed_between_backward_and_step():
+    """A group added in between leaves the step lost, or whole."""
+    model, optimizer = between()
+    more = nn.Parameter(torch.ones(100))
+    optimizer.add_param_group({"params": [more]})
+    try:
+        optimizer.step()
+    except StepLostError:
+        return
+    optimizer.synchronize()
+    expected, _ = trained(SMALL, 4)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert optimizer.state[more] == {}
+
+
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "clipping"])
+@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+def test_a_forward_between_backward_and_step_raises(config, clip):
+    """Some weights are new and some are old. Names the module; the step can be made afterwards."""
+    model, optimizer = between(config, clip)
+    for context in (torch.enable_grad, torch.no_grad):
+        with context(), pytest.raises(OffstageError) as info:
+            loss_of(model, 4)
+        for fragment in ("'0'", "between backward and step()", "optimizer.accumulate()", "step() first"):
+            assert fragment in str(info.value)
+    if clip is not None:
+        optimizer.clip_grad_norm_(clip)
+    optimizer.step()
+    loss_of(model, 4)
+    optimizer.synchronize()
+    assert_same(*trained(SMALL, 4, clip), model, optimizer)
+
+
+def save_optimizer(model, optimizer):
+    return optimizer.state_dict()
+
+
+def read_state(model, optimizer):
+    return optimizer.state[model[0].weight]
+
+
+def save_model(model, optimizer):
+    return model.state_dict()
+
+
+def save_layer(model, optimizer):
+    return model[3].state_dict()
+
+
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("read", [save_optimizer, read_state, save_model, save_layer], ids=lambda f: f.__name__)
+def test_reading_between_backward_and_step_raises(read, clip):
+    """What would be saved is neither before nor after the step. The step itself is not harmed."""
+    for seed in (None, 0, 1, 2):
+        with lazily(seed) if seed is not None else contextlib.nullcontext():
+            model, optimizer = between(clip=clip)
+            with pytest.raises(OffstageError, match=r"between backward and step\(\).*Read them after step\(\)"):
+                read(model, optimizer)
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            read(model, optimizer)
+            iterate(model, optimizer, range(4, 6), clip)
+            optimizer.synchronize()
+        assert_same(*trained(SMALL, 6, clip), model, optimizer)
+
+
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("action", ["synchronize", "receipt", "evict"])
+@pytest.mark.parametrize("seed", range(3))
+def test_waiting_between_backward_and_step_changes_nothing(action, clip, seed):
+    """`synchronize()` and `receipt()` may be called anywhere."""
+    with lazily(seed):
+        model, optimizer = between(BOTH, clip=clip)
+        getattr(optimizer, action)()
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        getattr(optimizer, action)()
+        optimizer.step()
+        optimizer.zero_grad()
+        getattr(optimizer, action)()
+        iterate(model, optimizer, range(4, 6), clip)
+        optimizer.synchronize()
+    assert_same(*trained(SMALL, 6, clip), model, optimizer)
+
+
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("seed", range(3))
+def test_loading_between_backward_and_step(clip, seed):
+    """A checkpoint may be loaded anywhere, into model and optimizer: the backward before it is forgotten."""
+
+    def life(config):
+        model, optimizer = trained(config, clip=clip)
+        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        iterate(model, optimizer, range(3, 5), clip)
+        loss_of(model, 5).backward()
+        optimizer.load_state_dict(saved)
+        model.load_state_dict(weights)
+        optimizer.zero_grad()
+        iterate(model, optimizer, range(3, 6), clip)
+        optimizer.synchronize()
+        return model, optimizer
+
+    with lazily(seed):
+        got = life(BOTH)
+    assert_same(*trained(SMALL, 6, clip), *got)
+
+
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+def test_closing_between_backward_and_step(clip):
+    """Nothing hangs or crashes, under lanes that have done nothing yet."""
+    with lazily(0):
+        model, optimizer = between(BOTH, clip=clip)
+        optimizer.close()
+    assert all(torch.isfinite(param).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "clipping"])
+def test_after_closing_between_backward_and_step(clip):
+    """Half a step says so, a speculative one is taken back; another optimizer finds no dropped gradients."""
+    model, optimizer = trained(BACKWARD, clip=clip)
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model, 3).backward()
+    optimizer.close()
+    assert not any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    if clip is None:
+        for action in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(StepLostError, match="closed between backward and step"):
+                action()
+    else:
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(before)
+    model.zero_grad()
+    other = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    iterate(model, other, range(3))
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward", "after clipping"])
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_gradient_set_by_hand_for_a_frozen_parameter(when, clip, seed):
+    """It shares its chunk with parameters that backward updates: it is updated all the same, and counted."""
+
+    def life(config):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        model[1].requires_grad_(False)
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(6):
+            if when == "before backward":
+                model[1].weight.grad = torch.ones(8, 8)
+            model(torch.randn(5, 8, generator=torch.Generator().manual_seed(number))).pow(2).mean().backward()
+            if when == "after backward":
+                model[1].weight.grad = torch.ones(8, 8)
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            if when == "after clipping":
+                model[1].weight.grad = torch.ones(8, 8)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return model, optimizer
+
+    expected = life(SMALL)
+    assert float(expected[1].state[expected[0][1].weight]["step"]) == 6
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        assert_same(*expected, *life(BACKWARD))
+
+
+def test_a_gradient_set_by_hand_after_its_update_raises():
+    """It would be a second update of the same parameter in one step, or be ignored."""
+    model, optimizer = between()
+    model[3].weight.grad = torch.ones(48, 48)
+    with pytest.raises(OffstageError, match=r"3\.weight"):
+        optimizer.step()
+
+
+# Between step() and backward
+
+
+@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_hyperparameters_changed_between_step_and_backward(config, clip, seed):
+    """The usual place. Also options that need more state (amsgrad): it is laid out before the first update."""
+
+    def life(settings):
+        model, optimizer = trained(settings, clip=clip)
+        optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6))
+        iterate(model, optimizer, range(3, 5), clip)
+        optimizer.param_groups[0]["amsgrad"] = True
+        iterate(model, optimizer, range(5, 8), clip)
+        optimizer.synchronize()
+        return model, optimizer
+
+    expected = life(SMALL)
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        assert_same(*expected, *life(config))
+
+
+@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "hits"])
+def test_parameters_removed_from_their_group(config, clip):
+    """`param_groups` is the truth: what is no longer in it is not updated, and its gradient is nobody's business."""
+
+    def life(settings):
+        model, optimizer = trained(settings, clip=clip)
+        removed = [id(param) for param in model[3].parameters()]
+        group = optimizer.param_groups[0]
+        group["params"] = [param for param in group["params"] if id(param) not in removed]
+        for number in range(3, 6):
+            loss_of(model, number).backward()
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            model.zero_grad()
+        optimizer.synchronize()
+        return model, optimizer
+
+    expected = life(SMALL)
+    with lazily(0):
+        assert_same(*expected, *life(config))
+
+
+# Which gradients are final
+
+
+class SharedBlock(nn.Module):
+    """A block that reentrant checkpointing runs backward through twice, and layers that it does not touch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared = nn.Linear(48, 48)
+        self.others = nn.ModuleList(nn.Linear(48, 48) for _ in range(4))
+
+    def forward(self, x):
+        for other in self.others:
+            x = torch.tanh(other(checkpoint(self.shared, x, use_reentrant=True)))
+        return x
+
+
+def test_parameters_that_fire_several_times_wait_for_step():
+    """Their gradient is there, whole, until then; the others are updated at once. The bits are the plain ones."""
+
+    def life(config, look=None):
+        model = SharedBlock()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(5):
+            x = torch.randn(5, 48, generator=torch.Generator().manual_seed(number), requires_grad=True)
+            model(x).pow(2).mean().backward()
+            if look is not None and number > 1:
+                look(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    def look(model):
+        assert not isinstance(model.shared.weight.grad, DroppedGradient)
+        assert isinstance(model.others[1].weight.grad, DroppedGradient)
+
+    expected = life(SMALL)
+    for seed in range(3):
+        with lazily(seed):
+            got = life(BACKWARD, look)
+        assert_same(*expected, *got)
+
+
+def test_parameters_that_once_fired_several_times_wait_for_ever():
+    """Also where that was not in the first iteration: a layer that joins later, and fires twice now and then."""
+
+    def life(config):
+        model = make_model()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number, fires in enumerate((0, 2, 1, 2, 1, 2)):
+            x = torch.randn(5, 48, generator=torch.Generator().manual_seed(number))
+            losses = [(model if fires else model[:-1])(x).pow(2).mean()]
+            if fires == 2:
+                losses.append(model[-1](x).pow(2).mean())
+            for loss in losses:
+                loss.backward()
+            assert not isinstance(model[-1].weight.grad, DroppedGradient)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    assert_same(*life(SMALL), *life(BACKWARD))
+
+
+class Target(nn.Module):
+    """One layer is used with gradient outside a checkpointed part and, while `inside`, without one inside."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.use_reentrant, self.inside = use_reentrant, True
+        self.first, self.layer = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def part(self, x):
+        with torch.no_grad():
+            target = torch.tanh(self.layer(x)) if self.inside else x.tanh()
+        return self.first(x) * target
+
+    def forward(self, x):
+        return self.layer(checkpoint(self.part, x, use_reentrant=self.use_reentrant))
+
+    def train_once(self, optimizer, number, clip):
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(number), requires_grad=True)
+        self(x).pow(2).mean().backward()
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "hits"])
+def test_checkpointing_that_reads_a_weight_again_after_its_gradient(use_reentrant, clip):
+    """The second forward reads what the first one read: the update waits for step()."""
+
+    def life(config):
+        model = Target(use_reentrant)
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(5):
+            model.train_once(optimizer, number, clip)
+        return model, optimizer
+
+    assert_same(*life(SMALL), *life(BACKWARD))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "hits"])
+def test_checkpointing_that_begins_to_read_an_updated_weight_raises(use_reentrant, clip):
+    """Where that is not so from the first iteration on, the update has been made: names the module and what to do."""
+    model = Target(use_reentrant)
+    optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    model.inside = False
+    for number in range(3):
+        model.train_once(optimizer, number, clip)
+    model.inside = True
+    with pytest.raises(OffstageError, match=r"'layer' again.*update_in_backward=False"):
+        model.train_once(optimizer, 3, clip)
+
+
+def test_micro_batches_without_accumulate_in_the_first_iteration():
+    """Whoever accumulates from the start without saying so gets everything updated in step(), with the right bits."""
+
+    def life(config):
+        model = make_model()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(4):
+            for part in range(2):
+                loss_of(model, 10 * number + part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return model, optimizer
+
+    with lazily(0):
+        got = life(BOTH)
+    assert_same(*life(SMALL), *got)
+
+
+def test_a_backward_that_is_run_again_in_the_first_iteration_counts_once():
+    """A rerun before the first step (line search, out of memory) does not make every gradient look unfinished."""
+    model = make_model()
+    optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    loss_of(model, 0).backward()
+    optimizer.zero_grad()
+    iterate(model, optimizer, range(3))
+    loss_of(model, 3).backward()
+    assert any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    optimizer.step()
+    assert_same(*trained(SMALL, 4), model, optimizer)
+
+
+def test_everything_under_accumulate_is_left_to_step():
+    """Forgetting the last backward outside accumulate() costs time, not bits."""
+
+    def life(config):
+        model = make_model()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        for number in range(5):
+            with optimizer.accumulate():
+                loss_of(model, number).backward()
+            assert not any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    assert_same(*trained(SMALL, 5), *life(BACKWARD))
+
+
+def test_accumulate_nests_and_ends_with_an_exception():
+    model, optimizer = trained(BACKWARD)
+    with pytest.raises(ZeroDivisionError), optimizer.accumulate(), optimizer.accumulate():
+        raise ZeroDivisionError
+    iterate(model, optimizer, range(3, 4))
+    loss_of(model, 4).backward()
+    assert isinstance(model[0].weight.grad, DroppedGradient)
+    optimizer.step()
+    assert_same(*trained(SMALL, 5), model, optimizer)
+
+
+@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+def test_closure(config, clip):
+    """`step(closure)`: the backward inside it updates like any other."""
+
+    def life(settings):
+        model = make_model()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+        losses = []
+
+        def closure(number):
+            optimizer.zero_grad()
+            loss = loss_of(model, number)
+            loss.backward()
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            return loss
+
+        for number in range(5):
+            losses.append(optimizer.step(functools.partial(closure, number)).detach())
+        optimizer.synchronize()
+        return model, optimizer, losses
+
+    expected = life(SMALL)
+    for seed in range(3):
+        with lazily(seed):
+            got = life(config)
+        assert all(torch.equal(a, b) for a, b in zip(expected[2], got[2], strict=True))
+        assert_same(*expected[:2], *got[:2])
+
+
+@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+def test_zeroing_in_place_after_step(config):
+    """`zero_grad(set_to_none=False)` after step() finds None, or gradients that it may write zeros to."""
+
+    def life(settings):
+        model = make_model()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+        for number in range(5):
+            loss_of(model, number).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        optimizer.synchronize()
+        return model, optimizer
+
+    expected = life(SMALL)
+    for seed in range(3):
+        with lazily(seed):
+            got = life(config)
+        assert_same(*expected, *got)
+
+
+# Failing
+
+
+class Interrupted(Exception):
+    """Something of the user's that fails."""
+
+
+def fail_in_backward(model, number):
+    """A backward that raises after the gradients of about half the layers."""
+
+    def fail(gradient):
+        raise Interrupted
+
+    handle = model[LAYERS // 2].weight.register_hook(fail)
+    try:
+        with pytest.raises(Interrupted):
+            loss_of(model, number).backward()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_an_exception_in_backward_loses_the_step(seed):
+    """Half of the weights are new: no step, no forward and no checkpoint passes that over; loading one helps."""
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        model, optimizer = trained(BACKWARD)
+        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        fail_in_backward(model, 3)
+        assert optimizer._overlap.updated
+        optimizer.zero_grad()
+        with pytest.raises(OffstageError):
+            loss_of(model, 3)
+        with pytest.raises(OffstageError):
+            optimizer.state_dict()
+        with pytest.raises(StepLostError):
+            optimizer.step()
+        optimizer.load_state_dict(saved)
+        model.load_state_dict(weights)
+        iterate(model, optimizer, range(3, 6))
+        optimizer.synchronize()
+    assert_same(*trained(SMALL, 6), model, optimizer)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+@pytest.mark.parametrize("first", ["model", "optimizer"])
+def test_a_checkpoint_is_loaded_in_any_order_after_a_failed_backward(first, seed):
+    """Into the model first, too: it is what the message advises."""
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        model, optimizer = trained(BACKWARD)
+        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        fail_in_backward(model, 3)
+        if first == "model":
+            model.load_state_dict(weights)
+            with pytest.raises(StepLostError):
+                optimizer.step()
+        optimizer.load_state_dict(saved)
+        if first == "optimizer":
+            model.load_state_dict(weights)
+        optimizer.zero_grad()
+        iterate(model, optimizer, range(3, 6))
+        optimizer.synchronize()
+    assert_same(*trained(SMALL, 6), model, optimizer)
+
+
+@pytest.mark.parametrize("where", ["take", "begin"])
+@pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "clipping"])
+def test_a_backward_that_fails_before_its_first_update_costs_nothing(where, clip):
+    """Nothing was changed: zero_grad(), and the next iteration is a good one. No gradient of the failed one is used."""
+
+    def life(config, fails):
+        model, optimizer = trained(config, clip=clip)
+        if fails:
+            engine, rule = optimizer._engines[torch.device("cpu")], optimizer.rule
+            owner, name = (engine, "prepare") if where == "take" else (rule, "begin")
+
+            def fail(*args):
+                raise torch.OutOfMemoryError(where)
+
+            setattr(owner, name, fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss_of(model, 99).backward()
+            delattr(owner, name)
+            assert not optimizer._overlap.updated
+            optimizer.zero_grad()
+        for number in range(3, 6):
+            loss_of(model[:-1] if number == 3 else model, number).backward()
+            if clip is not None:
+                optimizer.clip_grad_norm_(clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    assert_same(*life(SMALL, False), *life(BACKWARD, True))
+
+
+@pytest.mark.parametrize("clip", [1e4, 1e-6], ids=["hits", "misses"])
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+def test_an_exception_in_backward_with_clipping_never_leaves_half_a_step(clip, seed):
+    """The old weights are still there: whatever goes on does so from them, or raises."""
+    with lazily(seed) if seed is not None else contextlib.nullcontext():
+        model, optimizer = trained(BACKWARD, clip=clip)
+        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        fail_in_backward(model, 3)
+        optimizer.zero_grad()
+        try:
+            iterate(model, optimizer, range(3, 6), clip)
+        except OffstageError:
+            optimizer.load_state_dict(saved)
+            model.load_state_dict(weights)
+            optimizer.zero_grad()
+            iterate(model, optimizer, range(3, 6), clip)
+        optimizer.synchronize()
+    assert_same(*trained(SMALL, 6, clip), model, optimizer)
+
+
+def test_an_update_that_fails_in_backward_loses_the_step():
+    """As in step(): the weights are between two steps, and nothing is saved or trained on."""
+    model, optimizer = trained(BACKWARD)
+    weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+    update, calls = optimizer.rule.update, []
+
+    def fail(shares):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Interrupted
+        update(shares)
+
+    optimizer.rule.update = fail
+    with pytest.raises((Interrupted, StepLostError)):
+        loss_of(model, 3).backward()
+    optimizer.rule.update = update
+    with pytest.raises(OffstageError):
+        optimizer.state_dict()
+    with pytest.raises(StepLostError):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(saved)
+    model.load_state_dict(weights)
+    iterate(model, optimizer, range(3, 6))
+    assert_same(*trained(SMALL, 6), model, optimizer)
+
+
+# Refusals
+
+
+def test_ddp_is_refused():
+    """It reduces gradients after they were used. Refused at offload(), or in the first forward of a later wrapping."""
+    with one_process_group():
+        model = make_model()
+        wrapped = DistributedDataParallel(model)
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel.*overlap_forward=True"):
+            offstage.offload(adamw(wrapped.parameters()), wrapped, **BACKWARD)
+        model = make_model()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+        wrapped = DistributedDataParallel(model)
+        with pytest.raises(ConfigError, match=r"DistributedDataParallel.*overlap_forward=True"):
+            loss_of(wrapped, 0)
+        optimizer.close()
+
+
+def test_overlap_forward_and_window_work_with_ddp():
+    """What the refusal advises."""
+
+    def life(config):
+        model = DistributedDataParallel(make_model())
+        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        iterate(model, optimizer, range(4))
+        optimizer.synchronize()
+        return model, optimizer
+
+    with one_process_group():
+        expected = life(SMALL)
+        for seed in range(3):
+            with lazily(seed):
+                got = life({**SMALL, "overlap_forward": True, "window": "all"})
+            assert_same(*expected, *got)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same bits for every fraction, chunk size, number of slots, master format and backend."""
+
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+
+import offstage
+from tests.support.training import lazily, same_run, train, weights
+
+FORMATS = {
+    "fp32": (torch.float32, {}),
+    "bf16, fp32 masters": (torch.bfloat16, {"master_weights": "fp32"}),
+    "bf16, split masters": (torch.bfloat16, {"master_weights": "split"}),
+}
+CHUNKS = ["64KiB", "1MiB", "1GiB"]
+SLOTS = [1, 2, 3, 5]
+PLANS = [{"fraction": f, "chunk_bytes": c, "slots": s} for f, c, s in itertools.product((0.3, 1.0), CHUNKS, SLOTS)]
+
+
+@functools.cache
+def reference(name: str):
+    dtype, _ = FORMATS[name]
+    return train({"fraction": 0.0}, dtype=dtype)
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p['fraction']}-{p['chunk_bytes']}-{p['slots']}")
+@pytest.mark.parametrize("name", FORMATS)
+def test_immediate(name, plan):
+    dtype, config = FORMATS[name]
+    assert same_run(train({**config, **plan}, dtype=dtype), reference(name))
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: f"{p['fraction']}-{p['chunk_bytes']}-{p['slots']}")
+@pytest.mark.parametrize("name", FORMATS)
+def test_lazy(name, plan):
+    dtype, config = FORMATS[name]
+    seed = PLANS.index(plan) + 100 * list(FORMATS).index(name)
+    with lazily(seed):
+        ours = train({**config, **plan}, dtype=dtype)
+    assert same_run(ours, reference(name))
+
+
+def test_fp32_and_split_masters_are_the_same_run():
+    assert same_run(reference("bf16, fp32 masters"), reference("bf16, split masters"))
+
+
+def test_close_to_torch():
+    """torch's CPU AdamW rounds differently; the run stays close to it."""
+    plain, _ = train(None)
+    for a, b in zip(weights(reference("fp32")[0]), weights(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["bf16, fp32 masters", "bf16, split masters"])
+def test_masters_are_close_to_torch_on_the_same_gradients(name):
+    """bf16 weights with masters against torch's AdamW on fp32 copies, fed with the same gradients."""
+    dtype, config = FORMATS[name]
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(s).to(dtype)) for s in ((33, 65), (129,), (7, 5, 3))]
+    plain = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    options = {"lr": 3e-3, "weight_decay": 0.1}
+    optimizer = offstage.offload(torch.optim.AdamW(ours, **options), min_bytes=0, chunk_bytes="16KiB", **config)
+    other = torch.optim.AdamW(plain, **options)
+    for _ in range(50):
+        for a, b in zip(ours, plain, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.float()
+        optimizer.step()
+        other.step()
+    for i, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        master = optimizer.state_dict()["state"][i]["master_weight"]
+        torch.testing.assert_close(master, b.detach(), rtol=1e-5, atol=1e-6)
+        assert torch.equal(a.detach(), master.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amsgrad": True},
+        {"maximize": True},
+        {"weight_decay": 0.0},
+        {"lr": torch.tensor(2e-3)},
+        {"betas": (0.5, 0.9), "eps": 1e-6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", [torch.optim.Adam, torch.optim.AdamW])
+def test_options(make, options):
+
+    def run(config):  # schedulers write into a tensor lr, so each run gets its own
+        return train(config, make=make, options=copy.deepcopy(options), steps=10)
+
+    plain, resident = run(None), run({"fraction": 0.0})
+    for config in ({"chunk_bytes": "64KiB"}, {"chunk_bytes": "16KiB", "fraction": 0.5}):
+        assert same_run(run(config), resident)
+    for a, b in zip(weights(resident[0]), weights(plain[0]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("state_dtype", ["bfloat16", {"exp_avg": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("master_weights", ["none", "fp32", "split"])
+def test_bf16_moments(state_dtype, master_weights):
+    config = {"state_dtype": state_dtype, "master_weights": master_weights}
+    resident = train({**config, "fraction": 0.0}, dtype=torch.bfloat16, steps=10)
+    assert same_run(train({**config, "chunk_bytes": "16KiB"}, dtype=torch.bfloat16, steps=10), resident)
+
+
+def test_fp16_parameters_with_masters():
+    resident = train({"fraction": 0.0}, dtype=torch.float16, steps=10)
+    assert same_run(train({"chunk_bytes": "16KiB"}, dtype=torch.float16, steps=10), resident)

@@ -1,0 +1,408 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models over several ranks, and the training run that equality tests compare. Everything here runs on a rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import offstage
+from tests.support.training import same_bits
+
+WIDTH = 28
+VOCABULARY = 67
+EXPERTS = 6
+EP = 2
+"""Ranks over which experts are spread; the others have copies that FSDP2 shards again."""
+
+PLANS: dict[str, dict[str, Any]] = {
+    "streamed": {"chunk_bytes": "16KiB"},
+    "half, window, in backward": {
+        "fraction": 0.5,
+        "window": "64KiB",
+        "update_in_backward": True,
+        "chunk_bytes": "16KiB",
+    },
+    "host, window": {"host_fraction": 0.4, "window": "48KiB", "chunk_bytes": "16KiB"},
+}
+"""Plans between which no bit may differ, nor from `fraction=0`."""
+
+
+# Models
+
+
+def gathered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """What all ranks of `group` have, one after the other."""
+    out = x.new_empty(dist.get_world_size(group) * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+def scattered(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's part of the sum over all ranks of `group`."""
+    out = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
+    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    return out
+
+
+class _Gather(torch.autograd.Function):
+    # torch.distributed._functional_collectives has these too; a rank died in them in about one of a hundred runs.
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return scattered(gradient, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return scattered(x, group)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gathered(gradient, ctx.group), None
+
+
+class Experts(nn.Module):
+    """A stack of experts spread over `mesh`: what all its ranks have comes to each expert and goes back.
+
+    `tokens` are those of all ranks of the mesh; they choose the expert.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        for name, shape in (("up", (EXPERTS, WIDTH, 2 * WIDTH)), ("down", (EXPERTS, 2 * WIDTH, WIDTH))):
+            whole = torch.randn(shape) / WIDTH**0.5
+            setattr(self, name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        group, first = self._mesh.get_group(), self._mesh.get_local_rank() * EXPERTS // self._mesh.size()
+        everyone = _Gather.apply(x, group)
+        chosen = tokens % EXPERTS
+        result = torch.zeros_like(everyone)
+        for number, (up, down) in enumerate(zip(_local(self.up), _local(self.down), strict=True), start=first):
+            result = result + torch.tanh(everyone * (chosen == number).unsqueeze(1) @ up) @ down
+        return x + _Scatter.apply(result, group)
+
+
+class Attention(nn.Module):
+    """One head, with the three projections in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        # No bias: what is added to all keys alike changes nothing, and its gradient is rounding noise.
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.qkv(self.norm(x)).chunk(3, -1)
+        weights = torch.softmax(query @ key.transpose(-1, -2) / WIDTH**0.5, -1)
+        return x + self.out(weights @ value)
+
+
+class Mixture(nn.Module):
+    """A small transformer with a mixture of experts and everything that makes sharding uneven.
+
+    - the embedding, tied to the output, has a prime number of rows;
+    - `gate` has three outputs, so that the last of four ranks has an empty shard;
+    - `reader` is frozen; `scale` stays an ordinary parameter (`ignored_params`);
+    - experts are on a mesh of their own, and `rare` ones get gradients only in even steps.
+    """
+
+    def __init__(self, experts_mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.step, self._mesh = 0, experts_mesh
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.attention = Attention()
+        self.reader = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts, self.rare = Experts(experts_mesh), Experts(experts_mesh)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.attention(self.embedding(tokens))
+        x = x + torch.tanh(self.reader(x)) * self.gate(x).softmax(-1)[..., :1]
+        everyones = gathered(tokens.flatten(), self._mesh.get_group())
+        lines = self.experts(x.flatten(0, 1), everyones)
+        if self.step % 2 == 0:
+            lines = self.rare(lines, everyones)
+        return self.head(lines * self.scale.mean().to(lines.dtype)).unflatten(0, tokens.shape)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Plain(nn.Module):
+    """Nothing special: what tensor parallelism can cut."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+# Ways to shard
+
+
+def mixture(
+    *, dtype: torch.dtype = torch.float32, policy: MixedPrecisionPolicy | None = None, replicas: int = 1
+) -> nn.Module:
+    """`Mixture` under FSDP2; with `replicas`, shards are copied over as many rows of a mesh (HSDP)."""
+    ranks = dist.get_world_size()
+    grid = init_device_mesh("cpu", (ranks // EP, EP), mesh_dim_names=("outer", "ep"))
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("copies", "shards"))
+    else:
+        mesh = init_device_mesh("cpu", (ranks,))
+    torch.manual_seed(0)
+    model = Mixture(grid["ep"]).to(dtype)
+    options = {"mp_policy": policy or MixedPrecisionPolicy()}
+    for experts in (model.experts, model.rare):
+        fully_shard(experts, mesh=grid["outer"], reshard_after_forward=False, **options)
+    fully_shard(model.attention, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, ignored_params={model.scale}, **options)
+    # FSDP2 does not look after ignored parameters. A hook made before offload() runs before its cues.
+    model.scale.register_post_accumulate_grad_hook(_average)
+    return model
+
+
+def fsdp2(*, dtype: torch.dtype = torch.float32, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model, mesh = Plain().to(dtype), init_device_mesh("cpu", (dist.get_world_size(),))
+    return _fully_sharded(model, mesh, policy)
+
+
+def tensor_parallel(*, sequence: bool = False, fsdp: bool = True) -> nn.Module:
+    """`Plain` with the blocks cut over half of the ranks, or all of them, and FSDP2 over the rest."""
+    torch.manual_seed(0)
+    ranks, model = dist.get_world_size(), Plain()
+    rows = ranks // 2 if fsdp else 1
+    mesh = init_device_mesh("cpu", (rows, ranks // rows), mesh_dim_names=("dp", "tp"))
+    for block in model.blocks:
+        down = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
+        up = ColwiseParallel(input_layouts=Shard(1)) if sequence else ColwiseParallel()
+        plan: dict[str, Any] = {"up": up, "down": down}
+        if sequence:
+            plan["norm"] = SequenceParallel()
+        parallelize_module(block, mesh["tp"], plan)
+    return _fully_sharded(model, mesh["dp"], None) if fsdp else model
+
+
+def _fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+    return fully_shard(model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+
+
+def _average(param: torch.Tensor) -> None:
+    assert param.grad is not None
+    dist.all_reduce(param.grad)
+    param.grad /= dist.get_world_size()
+
+
+# Training
+
+
+MAX_NORM = 1.0
+"""Losses of most steps are a thousandth of the others', so that gradients are clipped in some steps only."""
+
+
+@dataclass
+class Run:
+    """What a run left on this rank, and how much of it happened outside `step()`."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
+    norms: list[torch.Tensor] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    receipt: Any = None
+    updated_in_backward: int = 0
+    fetched_in_backward: int = 0
+    left_to_forward: int = 0
+
+
+def train(
+    make: Callable[[], nn.Module],
+    config: dict[str, Any] | None,
+    *,
+    steps: int = 20,
+    micro_batches: int = 1,
+    max_norm: float = MAX_NORM,
+    data: Callable[[], int] = dist.get_rank,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Run:
+    """`steps` clipped steps. `config=None`: plain torch. Ranks for which `data` is the same see the same tokens."""
+    model = make()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
+    # Lists of DTensors on several meshes are more than torch's foreach takes.
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1, foreach=False)
+    called = wrap(model)
+    if config is not None:
+        optimizer = offstage.offload(optimizer, called, **{"min_bytes": 0, **config})
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * steps)
+    run = Run()
+    generator = torch.Generator().manual_seed(1 + data())
+    for step in range(steps):
+        model.step = step
+        for number in range(micro_batches):
+            with _accumulating(called, optimizer, number < micro_batches - 1):
+                tokens = torch.randint(VOCABULARY, (3, 8), generator=generator)
+                targets = torch.randint(VOCABULARY, (24,), generator=generator)
+                loss = nn.functional.cross_entropy(called(tokens).float().flatten(0, 1), targets)
+                (loss * (1e-3 if step % 4 else 1.0) / micro_batches).backward()
+        run.losses.append(loss.item())
+        if config is None:
+            run.norms.append(clip_whole(model.parameters(), max_norm))
+        else:
+            run.norms.append(optimizer.clip_grad_norm_(max_norm))
+        look(run, [optimizer], before_step=True)
+        optimizer.step()
+        look(run, [optimizer], before_step=False)
+        scheduler.step()
+        optimizer.zero_grad()
+    keep(run, model, [optimizer])
+    return run
+
+
+@contextlib.contextmanager
+def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, more: bool) -> Any:
+    """All micro-batches but the last: no update, and nobody need reduce yet."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(not more)
+        if more and isinstance(model, DistributedDataParallel):
+            stack.enter_context(model.no_sync())
+        if more and isinstance(optimizer, offstage.OffloadedOptimizer):
+            stack.enter_context(optimizer.accumulate())
+        yield
+
+
+@torch.no_grad()
+def clip_whole(params: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Clipping from first principles: the squares of all elements, with each counted once."""
+    gradients = []
+    for param in params:
+        if isinstance(param.grad, DTensor):  # sequence parallelism leaves partial sums
+            param.grad = param.grad.redistribute(placements=param.placements)
+        if param.grad is not None:
+            gradients.append(param.grad)
+    squares = torch.zeros((), dtype=torch.float64)
+    for gradient in gradients:
+        squares += _local(gradient).double().square().sum() / _copies(gradient)
+    dist.all_reduce(squares)
+    norm = squares.sqrt().float()
+    for gradient in gradients:
+        _local(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
+
+
+def _copies(tensor: torch.Tensor) -> int:
+    """On how many ranks each element is."""
+    parts = 1
+    if isinstance(tensor, DTensor):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
+            parts *= 1 if placement.is_replicate() else size
+    return dist.get_world_size() // parts
+
+
+def look(run: Run, optimizers: Sequence[torch.optim.Optimizer], *, before_step: bool) -> None:
+    """Count what is under way outside `step()`, from the engines' own books."""
+    for engine in [engine for optimizer in _offloaded(optimizers) for engine in optimizer.engines]:
+        if not before_step:
+            run.left_to_forward += len(engine.pending)
+            continue
+        run.fetched_in_backward += len(engine._pipeline.staged) if engine._pipeline is not None else 0
+        run.updated_in_backward += len(engine._round.done) if engine._round is not None else 0
+
+
+def keep(run: Run, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Take down what the run has come to, and end it."""
+    for optimizer in _offloaded(optimizers):
+        optimizer.synchronize()
+        run.receipt = optimizer.receipt()
+    run.weights = {name: _local(param.detach()).clone() for name, param in model.named_parameters()}
+    run.state = {
+        (number, index, name): _local(torch.as_tensor(value)).clone()
+        for number, optimizer in enumerate(optimizers)
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+    }
+    for optimizer in _offloaded(optimizers):
+        optimizer.close()
+
+
+def _offloaded(optimizers: Sequence[torch.optim.Optimizer]) -> list[offstage.OffloadedOptimizer]:
+    return [optimizer for optimizer in optimizers if isinstance(optimizer, offstage.OffloadedOptimizer)]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# Comparison
+
+
+def differences(expected: Run, found: Run) -> list[str]:
+    """What of two runs on this rank is not equal bit for bit: weights, state, norms."""
+    named = [
+        f"weight {name}" for name in expected.weights if not same_bits(expected.weights[name], found.weights[name])
+    ]
+    if expected.state.keys() != found.state.keys():
+        named.append(f"state keys {expected.state.keys() ^ found.state.keys()}")
+    both = expected.state.keys() & found.state.keys()
+    named += [f"state {key}" for key in both if not same_bits(expected.state[key], found.state[key])]
+    norms = zip(expected.norms, found.norms, strict=True)
+    return named + [f"norm of step {step}" for step, (a, b) in enumerate(norms) if not same_bits(a, b)]
+
+
+def far(expected: Run, found: Run) -> list[str]:
+    """Which weights and norms of two runs are not close (rtol 1e-5, atol 1e-6)."""
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    named = []
+    for name, weight in expected.weights.items():
+        if not torch.allclose(found.weights[name], weight, **close):
+            named.append(f"weight {name} by {(found.weights[name] - weight).abs().max()}")
+    norms = zip(expected.norms, found.norms, strict=True)
+    return named + [f"norm {step}: {a} {b}" for step, (a, b) in enumerate(norms) if not torch.allclose(a, b, **close)]
