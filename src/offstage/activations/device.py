@@ -15,7 +15,8 @@ from offstage.activations.rates import measure_link, measure_product, measure_re
 from offstage.activations.recipe import Recipe
 from offstage.config import ActivationConfig
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import Lanes, lanes_for
+from offstage.lanes.lanes import Lanes
+from offstage.lanes.link import link_for
 from offstage.memory.pool import HostPool
 
 
@@ -23,7 +24,7 @@ class Side:
     """Made when the first tensor of a device is saved."""
 
     def __init__(self, device: torch.device, config: ActivationConfig) -> None:
-        self.lanes: Lanes = lanes_for(device)
+        self.lanes: Lanes = link_for(device).lanes()
         self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
         self.proofs = Proofs()
         self.here_bytes = 0

@@ -28,8 +28,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offstage.errors import ConfigError, OffstageError
-from offstage.lanes.copies import copy_work
-from offstage.lanes.lanes import Lane, Lanes, Mark
+from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.memory.arena import Arena
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ class HostWeight:
             reads=[self._arena.flat],
             writes=[target],
         )
-        self._lanes.announce(self._fetched)
+        self._lanes.prioritise(self._fetched)
         self._is_waited_for = False
         return True
 

@@ -22,10 +22,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from offstage.activations.host_weight import HostWeight, SavedWeight
 from offstage.config import ActivationConfig, format_size
-from offstage.engine.param_state import is_held
 from offstage.errors import ConfigError, HostMemoryError
-from offstage.lanes.lanes import Lanes, lanes_for
+from offstage.lanes.lanes import Lanes
+from offstage.lanes.link import link_for
 from offstage.memory.arena import check_host_memory
+from offstage.rules.rule import has_state
 
 _on_host: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Every parameter that lives on the host."""
@@ -71,7 +72,7 @@ class HostWeights:
 
     def _lanes_of(self, device: torch.device) -> Lanes:
         if device not in self._lanes:
-            self._lanes[device] = lanes_for(device)
+            self._lanes[device] = link_for(device).lanes()
         return self._lanes[device]
 
     @property
@@ -293,10 +294,10 @@ def _movable(
 
 def _refuse_optimizers(params: Sequence[nn.Parameter], names: dict[nn.Parameter, str]) -> None:
     """An optimizer of ours that was made before knows these parameters on the device."""
-    if any(map(is_held, params)):
+    if any(map(has_state, params)):
         gc.collect()  # one that nobody has any more
     for param in params:
-        if is_held(param):
+        if has_state(param):
             raise ConfigError(
                 f"weights=True moves {names[param]!r} to the host, and an offloaded optimizer was made for it on "
                 f"{param.device}; expected the other order. Call offload_activations() first, then make the optimizer."

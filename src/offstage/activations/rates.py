@@ -10,8 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from offstage.activations.proofs import digest_of
-from offstage.lanes.copies import copy_work
-from offstage.lanes.lanes import Lane, Lanes
+from offstage.lanes.lanes import Lane, Lanes, copy_work
 from offstage.memory.arena import Arena
 
 _MEASURED_BYTES, _MEASURED_TIMES = 32 * 1024 * 1024, 4

@@ -21,8 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offstage.errors import OffstageError
-from offstage.lanes.copies import copy_work
-from offstage.lanes.lanes import Lane, Mark
+from offstage.lanes.lanes import Lane, Mark, copy_work
 from offstage.memory.pool import Range
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class SavedStorage:
         assert source is not None
         self._range = taken = self.side.pool.take(self.nbytes)
         lanes.touch(writes=[source])
-        with lanes.patiently():  # what is promised would hold its memory until another thread has let it go
+        with lanes.blocking():  # what is promised would hold its memory until another thread has let it go
             self._left = lanes.submit(
                 Lane.STORE,
                 copy_work([(taken.tensor, source)]),
@@ -150,7 +149,7 @@ class SavedStorage:
         self.side.here_bytes += self.nbytes
         self._bytes = target = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
         lanes.touch(writes=[target])
-        with lanes.patiently():
+        with lanes.blocking():
             self._returned = lanes.submit(
                 Lane.FETCH,
                 copy_work([(target, taken.tensor)]),
@@ -158,7 +157,7 @@ class SavedStorage:
                 reads=[taken.tensor],
                 writes=[target],
             )
-        lanes.announce(self._returned)
+        lanes.prioritise(self._returned)
         return True
 
     def bytes_for_backward(self) -> torch.Tensor:

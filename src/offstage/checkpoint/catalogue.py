@@ -21,13 +21,12 @@ from offstage.checkpoint.names import clean_name, named_parameters
 from offstage.checkpoint.objects import pickled, unpickled
 from offstage.checkpoint.parts import Box, Part, whole
 from offstage.checkpoint.readers import Joined, Kept, Line, Plain, Unsigned, Widened, Zeros
-from offstage.engine.param_state import HeldState
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError
 from offstage.memory.arena import Arena
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.planning.layout import ALIGN_BYTES
-from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState
 from offstage.tensors import as_param, flat_like, local_box, local_of, reshard
 
 MODEL, OPTIM, GROUPS, EXTRA = "model", "optim", "optim.param_groups", "extra"
@@ -145,7 +144,7 @@ class Staging:
         """The line of a tensor that training may overwrite."""
         return Plain(flat)
 
-    def kept(self, held: HeldState, key: str) -> Line:
+    def kept(self, held: ParamState, key: str) -> Line:
         """The line of state that lives in an arena."""
         return Plain(held.raw(key))
 
@@ -201,14 +200,14 @@ class SnapshotStaging(Staging):
         self._arenas.clear()
         self._room.clear()
 
-    def kept(self, held: HeldState, key: str) -> Line:
-        assert held.host is not None
-        if id(held.host) not in self._snapshots:
+    def kept(self, held: ParamState, key: str) -> Line:
+        assert held.home is not None
+        if id(held.home) not in self._snapshots:
             raise ConfigError(
                 "async_save() expects an optimizer that trains on, and reads its state meanwhile; found one that was "
                 "closed. Use save()."
             )
-        return Kept(self._snapshots[id(held.host)], held.index, key)
+        return Kept(self._snapshots[id(held.home)], held.index, key)
 
 
 def _add_model(catalogue: Catalogue, model: nn.Module, layouts: Layouts, staging: Staging) -> dict[str, Line]:
@@ -233,7 +232,7 @@ def _add_optimizer(
     weights: Mapping[str, Line],
     staging: Staging,
 ) -> None:
-    for held in optimizer.all_held():
+    for held in runtime_of(optimizer).all_states():
         name = name_in(layouts, held)
         lines = state_lines(held, weights[name], staging)
         for shaped in (key for key in held.keys if key.shape is not None and key.name in held.present):
@@ -253,14 +252,18 @@ def _add_optimizer(
         for part in parts if numbers else ():
             catalogue.scalars.setdefault(part.name, []).append((part.box, numbers))
     for group in optimizer.param_groups:
-        names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, optimizer.held(p)))]
+        names = [
+            saved
+            for p in group["params"]
+            for saved in layouts.saved_names(name_in(layouts, runtime_of(optimizer).state_of(p)))
+        ]
         options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
         for option, value in options.items():
             options[option] = unpickled(pickled(f"param_groups: {option}", value))  # a scheduler may write to it later
         catalogue.groups.append({**options, "params": names})
 
 
-def name_in(layouts: Layouts, held: HeldState) -> str:
+def name_in(layouts: Layouts, held: ParamState) -> str:
     """The parameter's name in the model; raises if it has none."""
     name = layouts.name_of.get(held.param)
     if name is None:
@@ -271,7 +274,7 @@ def name_in(layouts: Layouts, held: HeldState) -> str:
     return name
 
 
-def state_lines(held: HeldState, weight: Line, staging: Staging) -> dict[str, tuple[Line, torch.dtype]]:
+def state_lines(held: ParamState, weight: Line, staging: Staging) -> dict[str, tuple[Line, torch.dtype]]:
     """The state of one parameter under its public names.
 
     What a shard has not yet is saved as zeros: other ranks may have it for theirs, and a tensor is saved whole.
@@ -307,10 +310,10 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def _kept(held: HeldState, key: str, dtype: torch.dtype, staging: Staging) -> Line:
+def _kept(held: ParamState, key: str, dtype: torch.dtype, staging: Staging) -> Line:
     if key not in held.present:
         return Zeros(dtype)
-    return staging.line(held.raw(key)) if held.host is None else staging.kept(held, key)
+    return staging.line(held.raw(key)) if held.home is None else staging.kept(held, key)
 
 
 def _entry(part: Part, value: torch.Tensor, staging: Staging) -> Entry:

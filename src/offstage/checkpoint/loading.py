@@ -31,14 +31,14 @@ from offstage.checkpoint.ranks import Ranks
 from offstage.checkpoint.saving import MARKER, checked_folder, checked_optimizer, synchronize_devices
 from offstage.checkpoint.stored import METADATA, Stored
 from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_SCALARS
-from offstage.engine.param_state import HeldState
+from offstage.engine import named_state
 from offstage.errors import CheckpointError
 from offstage.memory.cpus import ranks_on_this_host, usable_cpus
 from offstage.optimizer.interrupts import deferred_interrupts
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.optimizer.state_dict import replace_groups
 from offstage.rules import master_weights
-from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState
 from offstage.tensors import flat_like, is_dense, local_of
 
 logger = logging.getLogger("offstage")
@@ -77,7 +77,7 @@ def load(
     with ranks.agreeing("Comparing the checkpoint with the model"):
         stored = Stored(path)
         if offloaded is not None:
-            offloaded.give_up_round("A checkpoint was loaded between backward and step().")
+            runtime_of(offloaded).iteration.give_up("A checkpoint was loaded between backward and step().")
         job = _Load(stored, model, offloaded, splitter)
     assert stored is not None
     with stored:
@@ -147,8 +147,8 @@ class _Load:
         self._before: list[dict[str, Any]] = []
         self.is_loaded = False
         if optimizer is not None:
-            optimizer.follow_groups()
-            for held in optimizer.all_held():
+            runtime_of(optimizer).follow_groups()
+            for held in runtime_of(optimizer).all_states():
                 self._check_state(held, name_in(self._layouts, held))
             self._options = self._checked_options(optimizer)
 
@@ -193,7 +193,7 @@ class _Load:
                 "the model before it is sharded and offloaded, or load a checkpoint in its format."
             )
 
-    def _check_state(self, held: HeldState, name: str) -> None:
+    def _check_state(self, held: ParamState, name: str) -> None:
         names = self._saved_keys(name)
         if not names:
             return
@@ -228,7 +228,7 @@ class _Load:
                 self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
         return self._by_prefix
 
-    def _parts(self, held: HeldState, name: str, key: str) -> list[Part]:
+    def _parts(self, held: ParamState, name: str, key: str) -> list[Part]:
         shaped = next((one.shape for one in held.keys if one.name == key and one.shape is not None), None)
         if shaped is not None:
             return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, device="meta"))]
@@ -260,7 +260,7 @@ class _Load:
                     "expected one. Group the parameters as they were when the checkpoint was saved."
                 )
             found.append(options[0] if options else {})
-        completed = optimizer.with_class_defaults([dict(options) for options in found if options])
+        completed = runtime_of(optimizer).with_class_defaults([dict(options) for options in found if options])
         rest = iter(completed)
         return [next(rest) if options else {} for options in found]
 
@@ -277,15 +277,15 @@ class _Load:
     def prepare(self) -> None:
         """The saved options, and room for the state they need: refused as a whole or not at all."""
         if self._optimizer is not None:
-            self._optimizer.drop_trips()
-            self._optimizer.before_overwrite()
+            runtime_of(self._optimizer).drop_iteration()
+            runtime_of(self._optimizer).before_overwrite()
             groups = [
                 {**{name: value for name, value in group.items() if name not in ("params", "param_names")}, **options}
                 for group, options in zip(self._optimizer.param_groups, self._options, strict=True)
             ]
             before = [dict(group) for group in self._optimizer.param_groups]
             with deferred_interrupts():
-                replace_groups(self._optimizer, groups)
+                replace_groups(runtime_of(self._optimizer), groups)
                 self._before = before
 
     def take_back(self) -> None:
@@ -298,7 +298,7 @@ class _Load:
     def lose(self, error: BaseException) -> None:
         """What fails in `run`, on any rank, leaves model and state between two checkpoints, on all of them."""
         if self._optimizer is not None:
-            self._optimizer.lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
+            runtime_of(self._optimizer).lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
 
     def run(self) -> None:
         """Write everything."""
@@ -313,9 +313,13 @@ class _Load:
             list(pool.map(self._load_tensor, self._tensors))
             self._load_objects()
             if optimizer is not None:
-                group_of = optimizer.group_of()
-                list(pool.map(lambda held: self._load_state(held, group_of[held.param]), optimizer.all_held()))
-                optimizer.forget_lost_step()
+                group_of = runtime_of(optimizer).group_of()
+                list(
+                    pool.map(
+                        lambda held: self._load_state(held, group_of[held.param]), runtime_of(optimizer).all_states()
+                    )
+                )
+                runtime_of(optimizer).forget_lost_step()
         synchronize_devices(self._model)
 
     def _load_objects(self) -> None:
@@ -345,10 +349,10 @@ class _Load:
                 self._stored.read(block.name, block.box, into=block.of(line))
 
     @torch.no_grad()
-    def _load_state(self, held: HeldState, group: dict[str, Any]) -> None:
+    def _load_state(self, held: ParamState, group: dict[str, Any]) -> None:
         name = name_in(self._layouts, held)
         names = set() if self._is_absent(held, name) else self._saved_keys(name)
-        held.set_scalars(self._scalars(held, name) if names else {}, group)
+        named_state.set_scalars(held, self._scalars(held, name) if names else {}, group)
         kept = {key.name for key in held.keys}
         for key in kept - {MASTER_KEY, MASTER_LOW_KEY} if names else kept:
             if key in names:
@@ -361,7 +365,7 @@ class _Load:
         elif names and MASTER_LOW_KEY in kept:
             self._load_split(held, name, MASTER_KEY in names)
 
-    def _scalars(self, held: HeldState, name: str) -> dict[str, Any]:
+    def _scalars(self, held: ParamState, name: str) -> dict[str, Any]:
         """What is kept once for the parameter: where shards differed, that of those which are this rank's now."""
         parts = self._layouts.parts(name, held.param)
         shards = [one for part in parts for one in self._unequal.get(part.name, ()) if _box(one).overlap(part.box)]
@@ -385,7 +389,7 @@ class _Load:
                     "They cannot be one parameter."
                 )
 
-    def _is_absent(self, held: HeldState, name: str) -> bool:
+    def _is_absent(self, held: ParamState, name: str) -> bool:
         """Whether there was no state yet for what is this rank's shard now, though there was for others."""
         parts = self._layouts.parts(name, held.param)
         for part in parts:
@@ -396,14 +400,14 @@ class _Load:
                 return False
         return held.local.numel() > 0
 
-    def _load_master(self, held: HeldState, name: str, saved: bool) -> None:
+    def _load_master(self, held: ParamState, name: str, saved: bool) -> None:
         if saved:
             self._read(self._parts(held, name, MASTER_KEY), held.raw(MASTER_KEY))
         else:  # the weight as it is now is the best there is
             held.raw(MASTER_KEY).copy_(flat_like(held.local, held.local))
         held.present |= {MASTER_KEY}
 
-    def _load_split(self, held: HeldState, name: str, saved: bool) -> None:
+    def _load_split(self, held: ParamState, name: str, saved: bool) -> None:
         """Masters become low halves and tie bits, block by block."""
         weight = flat_like(held.local, held.local)
         low, squares = held.raw(MASTER_LOW_KEY), held.raw("exp_avg_sq")

@@ -36,7 +36,7 @@ from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError, ConfigError, HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.memory.cpus import ranks_on_this_host, usable_cpus
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 
 MARKER = ".offstage"
 """There from the beginning: a folder with it and without a manifest is a save that did not come to its end."""
@@ -70,8 +70,8 @@ def save(
             path = checked_folder(folder)
             offloaded = checked_optimizer(optimizer)
             if offloaded is not None:
-                offloaded.check_not_lost()
-                offloaded.drain_state()
+                runtime_of(offloaded).check_not_lost()
+                runtime_of(offloaded).drain_state()
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
             synchronize_devices(model)
             until_written.enter_context(_alone_in(path))
@@ -130,14 +130,14 @@ class AsyncSave:
         self.folder = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)
         if offloaded is not None:
-            offloaded.check_not_lost()
-            offloaded.drain_state()
+            runtime_of(offloaded).check_not_lost()
+            runtime_of(offloaded).drain_state()
         count = CountingStaging()
         catalogue_of(model, offloaded, extra, splitter, count)
         _check_room(offloaded, sum(count.needed.values()))
         if offloaded is not None:
-            self._snapshots = offloaded.take_snapshots()
-            self._settle = weakref.WeakMethod(offloaded.settle_snapshots)
+            self._snapshots = runtime_of(offloaded).take_snapshots()
+            self._settle = weakref.WeakMethod(runtime_of(offloaded).settle_snapshots)
         pin = offloaded is None or offloaded.config.pin_memory
         self._staging = SnapshotStaging(self._snapshots, count.needed, pin=pin)
         self._catalogue = catalogue_of(model, offloaded, extra, splitter, self._staging)
@@ -211,7 +211,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _check_room(optimizer: OffloadedOptimizer | None, copies: int) -> None:
     """Raise, with numbers, if `copies` beside the state, and a copy of the state, are more than the host may take."""
-    state = sum(engine.host_bytes for engine in optimizer.engines) if optimizer is not None else 0
+    state = sum(engine.transport.host_bytes for engine in runtime_of(optimizer).engines) if optimizer is not None else 0
     budget = optimizer.config.host_budget if optimizer is not None else None
     try:
         check_host_memory(copies + state, None if budget is None else int(budget), already_bytes=state)

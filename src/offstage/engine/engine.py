@@ -1,43 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """One device's part of a step: resident parameters updated in place, the others on their trips.
 
-Called by `optimizer.py` and `overlap.py`; works with what `device_side.py` and `host_side.py` have. If everything is
-resident the update runs on the caller's stream.
-
-A step is a round: gradients are taken (`take`), all at `step()` or one by one during backward; chunks go on their
-trips (`advance`, and `flush` for all that is left); and before anyone reads a weight the caller's stream waits for
-its update (`settle`), at the end of `step()` or as late as in the next forward.
+A `Round` is what one iteration has got so far on this device: gradients are taken (`take`), all at `step()` or one by
+one during backward; chunks go on their trips (`advance`, and `flush` for all that is left); and before the caller reads
+a weight its stream waits for the update (`settle`), at the end of `step()` or as late as in the next forward. `run`
+ends a round; `revert` and `reset` give it up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
 
-from offstage.config import OffloadConfig
-from offstage.engine.param_state import HeldState
-from offstage.engine.pipeline import HostState, Trip
-from offstage.engine.rounds import Pending, Round
-from offstage.engine.transport import DeviceSide
+from offstage.config import OffloadConfig, Placement
+from offstage.engine.arenas import Arenas, StateChunk, StatePiece
+from offstage.engine.pipeline import Trip
+from offstage.engine.transport import Transport
 from offstage.errors import StepLostError
-from offstage.lanes.lanes import Lane, Lanes, Mark, on_device
-from offstage.planning.layout import Chunk, Piece
-from offstage.planning.plan import Placement
-from offstage.rules.rule import Rule, Share, Turn
+from offstage.lanes.lanes import Lane, Mark, Place
+from offstage.rules.rule import ParamState, ParamUpdate, PieceUpdate, Rule
 from offstage.tensors import copy_back
 
-logger = logging.getLogger("offstage")
-
-
 _MOST_AT_ONCE = 8
-"""Chunks that one cue sends for: about a millisecond of the host's time."""
+"""Chunks that one hook sends for: about a millisecond of the host's time."""
 _alive: weakref.WeakSet[Engine] = weakref.WeakSet()
 _kept_in_child: list[Engine] = []
 # A forked child (a DataLoader worker) must not destroy events and streams of its parent's accelerator: torch aborts the
@@ -45,297 +37,337 @@ _kept_in_child: list[Engine] = []
 os.register_at_fork(after_in_child=lambda: _kept_in_child.extend(_alive))
 
 
-class Engine(DeviceSide):
+@dataclass(eq=False)
+class Pending:
+    """A parameter whose updates have all been given to the lanes and which the caller's stream has not waited for."""
+
+    update: ParamUpdate
+    updated: Mark
+    """Its last update on the device."""
+    order: int
+    """These follow each other on one lane, which stays failed once one has failed: waiting for a larger number waits
+    for this one."""
+    up: list[Mark]
+    """Updated on the host: when each of its pieces is on the device again. Nothing orders these."""
+    place: Place
+    """The stream in whose order the gradient's memory goes back."""
+    old_weights: torch.Tensor | None
+    """Device memory that holds the weights before, if they were kept there."""
+
+
+@dataclass(eq=False)
+class Round:
+    """What one iteration has got so far on one device."""
+
+    speculative: bool
+    """State goes to the spare arenas and old weights are kept."""
+    ready: dict[ParamState, ParamUpdate] = field(default_factory=dict)
+    """Taken and not settled yet."""
+    left: dict[ParamState, int] = field(default_factory=dict)
+    """Chunks that have still to be updated."""
+    up: dict[ParamState, list[Mark]] = field(default_factory=dict)
+    """Updated on the host: its pieces so far."""
+    done: set[StatePiece] = field(default_factory=set)
+    """Pieces that have been updated."""
+    moved: set[StatePiece] = field(default_factory=set)
+    """Speculative: pieces that have only been moved to the spare set, with the others of their chunk."""
+    travelling: bool = False
+    """A trip has begun and is not given to the lanes as a whole: still so after a failure in the middle of one."""
+    places: dict[ParamState, Place] = field(default_factory=dict)
+    old_weights: dict[ParamState, torch.Tensor] = field(default_factory=dict)
+    """Speculative: the weights before."""
+    on_device: dict[ParamState, torch.Tensor] = field(default_factory=dict)
+    """Memory of the lanes that holds some of them."""
+
+    def forget(self, state: ParamState) -> None:
+        """It was not taken after all."""
+        for taken in (self.ready, self.left, self.up, self.places, self.old_weights, self.on_device):
+            taken.pop(state, None)  # type: ignore[attr-defined]
+
+
+class Engine:
     """Makes the steps of one device."""
 
     # Initialization
 
     def __init__(self, device: torch.device, rule: Rule, config: OffloadConfig) -> None:
-        super().__init__(device, rule, config)
+        self.device = device
+        self.arenas = Arenas(device, rule, config)
+        self.transport = Transport(device, rule, config, self.arenas)
         self.updating = False
         """True between the first update of a step and its end: a failure then leaves weights between two steps."""
         self.lost: str | None = None
         """What to say after an update has failed in another thread."""
-        self.pending: dict[HeldState, Pending] = {}
-        self._round: Round | None = None
+        self.pending: dict[ParamState, Pending] = {}
+        self.round: Round | None = None
+        self._rule, self._config = rule, config
         self._order = 0
         self._last_update: Mark = None
         self._begun: Mark = None
-        self._last_ready: set[HeldState] = set()
-        self._ahead: Iterator[tuple[HostState, Chunk, list[Piece]]] = iter(())
+        self._last_ready: set[ParamState] = set()
+        self._ahead: Iterator[tuple[StateChunk, list[StatePiece]]] = iter(())
         _alive.add(self)
+
+    def add(self, states: Sequence[ParamState]) -> None:
+        """Give parameters that are not resident their arenas, chunks, and the way there."""
+        self.arenas.add(states)
+        self.transport.open()
 
     # Runtime
 
-    def run(self, turns: Sequence[Turn]) -> None:
-        """Take `turns`, and update everything taken so far that is not under way yet. The host waits for nothing."""
-        if self._lanes is None:
-            if turns:
-                with on_device(self.device):
-                    self._run_on_caller(turns)
-            return
-        if turns or self._round is not None:
-            self.take(turns, decided=True)
-            self.flush()
+    def run(self, updates: Sequence[ParamUpdate]) -> None:
+        """Take `updates`, make all of the round that are not under way yet, and end it. The host waits for nothing."""
+        if updates or self.round is not None:
+            self.take(updates, decided=True)
+            self._flush()
             self._end_round()
 
-    def _run_on_caller(self, turns: Sequence[Turn]) -> None:
-        """Everything is resident: no lanes, nothing to wait for."""
-        self._rule.begin(self.device, turns)
-        self.updating = True
-        for shares in self._batches(turns):
-            self._rule.update(shares)
-        self.updating = False
-        self._foreign.look()
-        self._finish(turns)
+    def take(self, updates: Sequence[ParamUpdate], *, speculative: bool = False, decided: bool = False) -> None:
+        """The gradients of `updates` are final. Opens a round if there is none.
 
-    def take(self, turns: Sequence[Turn], *, to_spare: bool = False, decided: bool = False) -> None:
-        """The gradients of `turns` are final. Opens a round if there is none.
-
-        `to_spare`: the round is speculative. `decided`: it is known that these updates stay.
+        `decided`: it is known that these updates stay, though the round is speculative.
         """
-        lanes, timer = self._lanes, self.timer
-        assert lanes is not None
-        assert timer is not None
-        if self._round is None:
-            self._round = Round(to_spare)
-            timer.start()
-        if not turns:
+        if self.round is None:
+            self.round = Round(speculative)
+            self.transport.timer.start()
+        if not updates:
             return
         try:
-            self._take(lanes, self._round, turns, keep=self._round.to_spare and not decided)
+            self._take(self.round, updates, keep=self.round.speculative and not decided)
         except BaseException:
-            for turn in turns:
-                if (lent := self._round.lent.get(_held(turn))) is not None:
-                    lanes.drop(lent)
-                self._round.forget(_held(turn))
-            self._round = self._round if self._round.ready else None
+            for update in updates:
+                if (memory := self.round.on_device.get(update.of)) is not None:
+                    self.transport.lanes.drop(memory)
+                self.round.forget(update.of)
+            self.round = self.round if self.round.ready else None
             raise
 
-    def _take(self, lanes: Lanes, round: Round, turns: Sequence[Turn], *, keep: bool) -> None:
-        for turn in turns:
-            self._register(round, turn, keep=keep)
-        buffers = [tensor for turn in turns for tensor in (turn.weight, turn.grad)] if lanes.checks else []
+    def _take(self, round: Round, updates: Sequence[ParamUpdate], *, keep: bool) -> None:
+        lanes = self.transport.lanes
+        for update in updates:
+            self._register(round, update, keep=keep)
+        buffers = [tensor for update in updates for tensor in (update.weight, update.grad)] if lanes.checks else []
         lanes.touch(writes=buffers)
         begun = lanes.submit(
             Lane.UPDATE,
-            functools.partial(_begin, self._rule, self.device, round, turns),
-            # Once for all updates of these turns: they follow on the same lane.
+            functools.partial(_begin, self._rule, self.device, round, updates),
+            # Once for all of them: what follows on the same lane comes after.
             after={"update: the gradients are ready": lanes.mark()},
-            reads=[turn.weight for turn in turns if _held(turn) in round.kept],
-            writes=[round.kept[_held(turn)] for turn in turns if _held(turn) in round.kept],
+            reads=[update.weight for update in updates if update.of in round.old_weights],
+            writes=[round.old_weights[update.of] for update in updates if update.of in round.old_weights],
         )
         self._last_update = self._begun = begun
-        for turn in turns:
-            if not round.left[_held(turn)]:  # it has no elements
-                self._add_pending(turn, begun)
+        for update in updates:
+            if not round.left[update.of]:  # it has no elements
+                self._add_pending(update, begun)
 
-    def _register(self, round: Round, turn: Turn, *, keep: bool) -> None:
-        assert self._lanes is not None
-        held = _held(turn)
-        resident = held.placement is Placement.RESIDENT
-        round.ready[held] = turn
-        round.left[held] = 1 if resident else len(self.host_side.chunks_of.get(held, ()))
-        round.places[held] = self._lanes.here()
-        if keep and held in self.host_side.kept:
-            round.kept[held] = self.host_side.kept[held].flat
-        elif keep and held.placement is Placement.STREAMED:
-            round.lent[held] = self._lanes.empty(turn.weight.nbytes)
-            round.kept[held] = round.lent[held].view(turn.weight.dtype)
+    def _register(self, round: Round, update: ParamUpdate, *, keep: bool) -> None:
+        state, lanes = update.of, self.transport.lanes
+        resident = state.placement is Placement.RESIDENT
+        round.ready[state] = update
+        round.left[state] = 1 if resident else len(self.arenas.chunks_of.get(state, ()))
+        round.places[state] = lanes.here()
+        if keep and state in self.arenas.old_weights:
+            round.old_weights[state] = self.arenas.old_weights[state].flat
+        elif keep and state.placement is Placement.STREAMED:
+            round.on_device[state] = lanes.empty(update.weight.nbytes)
+            round.old_weights[state] = round.on_device[state].view(update.weight.dtype)
 
-    def advance(self, held: HeldState) -> None:
-        """Update the chunks of `held` for which all gradients are there."""
-        round = self._round
+    def advance(self, state: ParamState) -> None:
+        """Update the chunks of `state` for which all gradients are there."""
+        round = self.round
         assert round is not None
-        if held.placement is Placement.RESIDENT:
-            self._update_resident([round.ready[held]])
-        for host, members, chunk in self.host_side.chunks_of.get(held, ()):
-            if all(members[piece.index] in round.left or _is_idle(members[piece.index]) for piece in chunk.pieces):
-                self._update_chunk(host, members, chunk)
+        if state.placement is Placement.RESIDENT:
+            self._update_resident([round.ready[state]])
+        for chunk in self.arenas.chunks_of.get(state, ()):
+            if all(piece.owner in round.left or _is_idle(piece.owner) for piece in chunk.pieces):
+                self._update_chunk(chunk)
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Update everything that was taken and is not under way yet, in the order in which forward needs it."""
-        round = self._round
+        round = self.round
         assert round is not None
-        self._update_resident([turn for held, turn in round.ready.items() if round.left[held]])
-        for host, members, chunk in self.host_side.chunks():
-            self._update_chunk(host, members, chunk)
+        self._update_resident([update for state, update in round.ready.items() if round.left[state]])
+        for chunk in self.arenas.chunks:
+            self._update_chunk(chunk)
         assert not any(round.left.values()), "a gradient was taken and not used"
 
     def _end_round(self) -> None:
-        assert self._lanes is not None
-        assert self.timer is not None
-        assert self._round is not None
-        if self._round.to_spare:
-            self.host_side.flip()
-        self.discard_staged()  # of parameters that got no gradient this time
-        self._last_ready = set(self._round.left)
-        self._round = None
-        self._foreign.look()
+        """All its updates are under way, and stay."""
+        assert self.round is not None
+        if self.round.speculative:
+            self.arenas.flip()
+        self.transport.pipeline.discard_staged()  # of parameters that got no gradient this time
+        self._last_ready = set(self.round.left)
+        self.round = None
+        self.transport.external_writes.look()
         self.updating = False
-        self.timer.stop()
+        self.transport.timer.stop()
 
-    def _batches(self, turns: Sequence[Turn]) -> Iterable[list[Share]]:
+    def _batches(self, updates: Sequence[ParamUpdate]) -> Iterable[list[PieceUpdate]]:
         """Resident parameters, about `chunk_bytes` of state at a time: a rule may need temporary memory for each."""
-        batch: list[Share] = []
+        batch: list[PieceUpdate] = []
         room = int(self._config.chunk_bytes)
-        for turn in turns:
-            if _held(turn).placement is Placement.RESIDENT:
-                batch.append(Share(turn, 0, turn.weight.numel(), _held(turn).resident))
-                room -= _held(turn).nbytes
+        for update in updates:
+            if update.of.placement is Placement.RESIDENT:
+                batch.append(PieceUpdate(update, 0, update.weight.numel(), update.of.resident))
+                room -= update.of.nbytes
                 if room <= 0:
                     yield batch
                     batch, room = [], int(self._config.chunk_bytes)
         if batch:
             yield batch
 
-    def _update_resident(self, turns: Sequence[Turn]) -> None:
-        round = self._round
-        assert self._lanes is not None
+    def _update_resident(self, updates: Sequence[ParamUpdate]) -> None:
+        round = self.round
         assert round is not None
-        for shares in self._batches(turns):
+        for pieces in self._batches(updates):
             self.updating = True
-            state = [tensor for share in shares for tensor in share.state.values()]
-            updated = self._lanes.submit(
+            state = [tensor for piece in pieces for tensor in piece.state.values()]
+            updated = self.transport.lanes.submit(
                 Lane.UPDATE,
-                functools.partial(self._rule.update, shares),
+                functools.partial(self._rule.update, pieces),
                 after={},
-                reads=[share.grad for share in shares],
-                writes=[*(share.weight for share in shares), *state],
+                reads=[piece.grad for piece in pieces],
+                writes=[*(piece.weight for piece in pieces), *state],
             )
-            for share in shares:
-                round.left[_held(share.turn)] = 0
-                self._add_pending(share.turn, updated)
+            for piece in pieces:
+                round.left[piece.update.of] = 0
+                self._add_pending(piece.update, updated)
 
-    def _update_chunk(self, host: HostState, members: list[HeldState], chunk: Chunk) -> None:
+    def _update_chunk(self, chunk: StateChunk) -> None:
         """One chunk's trip. Parameters without a gradient do not move, unless the whole chunk goes to the spare set.
 
         A second trip takes what the first one did not: a gradient that was set between backward and `step()`.
         """
-        round, pipeline = self._round, self._pipeline
+        round, pipeline = self.round, self.transport.pipeline
         assert round is not None
-        left = [piece for piece in chunk.pieces if (chunk, piece) not in round.done]
-        ready = [piece for piece in left if members[piece.index] in round.ready]
-        if host.on_host:
-            self._update_on_host(host, members, chunk, ready)
+        left = [piece for piece in chunk.pieces if piece not in round.done]
+        ready = [piece for piece in left if piece.owner in round.ready]
+        if chunk.home.on_host:
+            self._update_on_host(chunk, ready)
             return
-        assert pipeline is not None
-        carried = [piece for piece in left if piece not in ready and (chunk, piece) not in round.carried]
-        moving = sorted([*ready, *carried], key=chunk.pieces.index) if round.to_spare else ready
+        others = [piece for piece in left if piece not in ready and piece not in round.moved]
+        moving = sorted([*ready, *others], key=chunk.pieces.index) if round.speculative else ready
         if not moving:
             return
-        trip = Trip(host, chunk, moving, round.to_spare)
+        trip = Trip(chunk, moving, round.speculative)
         round.travelling = True
         if not pipeline.take_staged(trip):
             pipeline.fetch(trip)
-        turns = [round.ready[members[piece.index]] for piece in ready]
-        shares = [
-            Share(turn, piece.start, piece.stop, pipeline.state_of(trip, piece))
-            for piece, turn in zip(ready, turns, strict=True)
+        updates = [
+            PieceUpdate(round.ready[piece.owner], piece.start, piece.stop, pipeline.state_of(trip, piece))
+            for piece in ready
         ]
         self.updating = True
         pipeline.update(
             trip,
-            functools.partial(self._rule.update, shares),
-            weights=[share.weight for share in shares],
-            grads=[share.grad for share in shares],
+            functools.partial(self._rule.update, updates),
+            weights=[piece.weight for piece in updates],
+            grads=[piece.grad for piece in updates],
         )
         pipeline.store(trip)
         round.travelling = False
-        round.done.update((chunk, piece) for piece in ready)
-        round.carried.update((chunk, piece) for piece in moving if piece not in ready)
+        round.done.update(ready)
+        round.moved.update(piece for piece in moving if piece not in ready)
         self._last_update = trip.updated
-        for turn in turns:
-            round.left[_held(turn)] -= 1
-            if not round.left[_held(turn)]:
-                self._add_pending(turn, trip.updated)
+        self._count_down([piece.update for piece in updates], trip.updated)
 
-    def _update_on_host(self, host: HostState, members: list[HeldState], chunk: Chunk, ready: list[Piece]) -> None:
+    def _update_on_host(self, chunk: StateChunk, ready: list[StatePiece]) -> None:
         """One chunk's trip to the CPU, with the pieces that have gradients."""
-        round = self._round
+        round = self.round
         assert round is not None
-        assert self._trips is not None
         if not ready:
             return
-        turns = [round.ready[members[piece.index]] for piece in ready]
+        updates = [round.ready[piece.owner] for piece in ready]
         self.updating = True
-        raised = self._trips.send(host, chunk, list(zip(ready, turns, strict=True)), self._begun)
-        self.bytes_updated_on_host += sum(
+        up = self.transport.host_updates.send(chunk, list(zip(ready, updates, strict=True)), self._begun)
+        self.transport.bytes_updated_on_host += sum(
             arena.dtype.itemsize * (stop - start)
-            for key, arena in host.arenas.items()
-            for start, stop in (host.layout.range_of(piece, key) for piece in ready)
+            for key, arena in chunk.home.arenas.items()
+            for start, stop in (piece.ranges[key] for piece in ready)
         )
-        round.done.update((chunk, piece) for piece in ready)
-        for turn in turns:
-            held = _held(turn)
-            round.raised.setdefault(held, []).append(raised)
-            round.left[held] -= 1
-            if not round.left[held]:
-                self._add_pending(turn, None)
+        round.done.update(ready)
+        for update in updates:
+            round.up.setdefault(update.of, []).append(up)
+        self._count_down(updates, None)
+
+    def _count_down(self, updates: Sequence[ParamUpdate], updated: Mark) -> None:
+        """One chunk less for each; the last one makes it pending."""
+        assert self.round is not None
+        for update in updates:
+            self.round.left[update.of] -= 1
+            if not self.round.left[update.of]:
+                self._add_pending(update, updated)
 
     def fetch_ahead(self, at_most: int = _MOST_AT_ONCE) -> None:
         """Fetch chunks that the next step needs, in its order, as far as the window has room."""
-        pipeline = self._pipeline
-        if pipeline is None or pipeline.room_ahead <= 0 or self._round is not None:  # an open round fetches for itself
+        pipeline = self.transport.pipeline
+        if pipeline.room_ahead <= 0 or self.round is not None:  # an open round fetches for itself
             return
         if not pipeline.staged:
             # What the next step will probably update: what had no gradient the last time is not fetched.
-            self._ahead = self.host_side.chunks_with(self._last_ready)
-        for _ in range(at_most):  # the next cue goes on: backward's own launches must not wait for all of them
+            self._ahead = self.arenas.chunks_with(self._last_ready)
+        for _ in range(at_most):  # the next hook goes on: backward's own launches must not wait for all of them
             if pipeline.room_ahead <= 0 or (found := next(self._ahead, None)) is None:
                 return
             pipeline.fetch_ahead(Trip(*found))
 
-    @property
-    def in_round(self) -> bool:
-        """Whether gradients have been taken for a step that is not over."""
-        return self._round is not None
-
     # Settling
 
-    def _add_pending(self, turn: Turn, updated: Mark) -> None:
-        round, held = self._round, _held(turn)
+    def _add_pending(self, update: ParamUpdate, updated: Mark) -> None:
+        round, state = self.round, update.of
         assert round is not None
         self._order += 1
-        raised = round.raised.pop(held, [])
-        self.pending[held] = Pending(turn, updated, self._order, raised, round.places[held], round.lent.get(held))
+        up = round.up.pop(state, [])
+        memory = round.on_device.get(state)
+        self.pending[state] = Pending(update, updated, self._order, up, round.places[state], memory)
 
-    def settle(self, states: Iterable[HeldState], reason: str) -> None:
+    def settle(self, states: Iterable[ParamState], reason: str) -> None:
         """Make the caller's stream wait for the updates of `states`; then their gradients may go.
 
         Speculative updates are not settled before it is decided that they stay.
         """
-        undecided = self._round.ready if self._round is not None and self._round.to_spare else {}
-        states = [held for held in states if held in self.pending and held not in undecided]
-        due = [self.pending[held] for held in states]
-        if not due or self._lanes is None or self.timer is None:
+        undecided = self.round.ready if self.round is not None and self.round.speculative else {}
+        states = [state for state in states if state in self.pending and state not in undecided]
+        due = [self.pending[state] for state in states]
+        if not due:
             return
-        with self.timer.exposed():
-            self._wait(self._lanes, due, reason)
-        for held in states:  # not before: whoever is interrupted while waiting waits again
-            del self.pending[held]
-        turns = [pending.turn for pending in due]
-        if self._round is not None:
-            for turn in turns:  # the gradient goes with the turn
-                self._round.ready.pop(_held(turn), None)
-        if self._lanes.checks:
-            self._lanes.touch(writes=[tensor for turn in turns for tensor in (turn.weight, turn.grad)])
-        self._finish(turns)
+        lanes = self.transport.lanes
+        with self.transport.timer.exposed():
+            self._wait(due, reason)
+        for state in states:  # not before: a caller that is interrupted while waiting waits again
+            del self.pending[state]
+        updates = [pending.update for pending in due]
+        if self.round is not None:
+            for update in updates:  # the gradient goes with the update
+                self.round.ready.pop(update.of, None)
+        if lanes.checks:
+            lanes.touch(writes=[tensor for update in updates for tensor in (update.weight, update.grad)])
+        self._finish(updates)
         for pending in due:
-            if pending.lent is not None:
-                self._lanes.drop(pending.lent)
+            if pending.old_weights is not None:
+                lanes.drop(pending.old_weights)
         for place in {pending.place for pending in due}:
-            self._lanes.follow(place)
+            lanes.follow(place)
 
-    def _wait(self, lanes: Lanes, due: Sequence[Pending], reason: str) -> None:
-        on_device = [pending for pending in due if not pending.raised]
+    def _wait(self, due: Sequence[Pending], reason: str) -> None:
+        on_device = [pending for pending in due if not pending.up]
         last = [max(on_device, key=lambda pending: pending.order).updated] if on_device else []
-        raised = {id(mark): mark for pending in due for mark in pending.raised}
+        up = {id(mark): mark for pending in due for mark in pending.up}
         try:
-            for mark in (*last, *raised.values()):
-                lanes.wait(mark, reason)
+            for mark in (*last, *up.values()):
+                self.transport.lanes.wait(mark, reason)
         except Exception as error:
             self._lose(error)
+
+    @torch.no_grad()  # a forward may be running
+    def _finish(self, updates: Sequence[ParamUpdate]) -> None:
+        for update in updates:
+            copy_back(update.weight, update.of.local)
+        self._rule.finish(updates)
+
+    # Failing
 
     def _lose(self, error: Exception) -> NoReturn:
         """Work that another thread did, or gave to its lane, has failed."""
@@ -345,7 +377,7 @@ class Engine(DeviceSide):
         )
         # Other updates of the step may still be on their way, and must not come after what is loaded next.
         with contextlib.suppress(Exception):  # where the device itself has failed, `error` says so
-            self.synchronize("reset: nothing is under way")
+            self.transport.synchronize("reset: nothing is under way")
         raise StepLostError(self.lost) from error
 
     @property
@@ -359,92 +391,65 @@ class Engine(DeviceSide):
 
     def check(self) -> None:
         """Raise if something that another thread did has failed."""
-        if self._lanes is not None and self.lost is None:
+        if self.lost is None:
             try:
-                self._lanes.check()
+                self.transport.lanes.check()
             except Exception as error:
                 self._lose(error)
 
+    # Ending
+
     def revert(self) -> None:
         """The round's speculative updates do not count: weights are as before, and so is the state on the host."""
-        round, lanes = self._round, self._lanes
-        if round is None or lanes is None:
+        round, lanes = self.round, self.transport.lanes
+        if round is None:
             return
-        assert round.to_spare
-        assert self._pipeline is not None
+        assert round.speculative
         if round.travelling:  # a trip failed on its way
-            self.synchronize("reset: nothing is under way")
-            self._pipeline.reset()
+            self.transport.synchronize("reset: nothing is under way")
+            self.transport.pipeline.reset()
         if round.ready:
             try:
                 lanes.wait(self._last_update, "redo: the speculative updates are done")
             except Exception as error:  # not all old weights were kept
                 self._lose(error)
-        for held, kept in round.kept.items():
-            turn = round.ready[held]
+        for state, old in round.old_weights.items():
+            update = round.ready[state]
             if lanes.checks:
-                lanes.touch(writes=[turn.weight, turn.grad, kept])
-            turn.weight.copy_(kept, non_blocking=True)
-            self.pending.pop(held, None)
-        self._rule.revert(self.device, [round.ready[held] for held in round.kept])
-        for lent in round.lent.values():
-            lanes.drop(lent)
+                lanes.touch(writes=[update.weight, update.grad, old])
+            update.weight.copy_(old, non_blocking=True)
+            self.pending.pop(state, None)
+        self._rule.revert(self.device, [round.ready[state] for state in round.old_weights])
+        for memory in round.on_device.values():
+            lanes.drop(memory)
         for place in set(round.places.values()):
             lanes.follow(place)
-        self._round = None
+        self.round = None
         self.updating = False
 
-    @torch.no_grad()  # a forward may be running
-    def _finish(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            copy_back(turn.weight, turn.of.local)
-        self._rule.finish(turns)
-
-    # Ending
-
     def reset(self) -> None:
-        """After a lost step: forget trips that were under way."""
-        if self._lanes is not None:
-            self.synchronize("reset: nothing is under way")
-            self._lanes.forget()
-        self._foreign.forget()
-        for host, _ in self.host_side.states:
-            host.stored.clear()
-        if self._pipeline is not None:
-            self._pipeline.reset()
-        if self._trips is not None:
-            self._trips.forget()
+        """After a lost step: forget what was under way."""
+        self.transport.reset()
         self.pending.clear()
-        self._round = None
+        self.round = None
         self.updating = False
         self.lost = None
 
     def close(self) -> None:
-        """Give everything back: slots behind their last store, then the arenas."""
+        """Give everything back, after the last copy."""
         if self.lost is not None:
             self.reset()
-        if self._pipeline is not None:
-            self._retire(self._pipeline)
-        self._pipeline, self._closed = None, True
-        self.synchronize("close: the last copies are done")
-        if self._trips is not None:
-            self._trips.close("close: the last copies are done")
-        self.host_side.drop_unused(())
+        self.transport.close()
 
 
-def _begin(rule: Rule, device: torch.device, round: Round, turns: Sequence[Turn]) -> None:
-    rule.begin(device, turns)
-    for turn in turns:
-        if _held(turn) in round.kept:
-            round.kept[_held(turn)].copy_(turn.weight, non_blocking=True)
-            rule.remember(device, turn)
+def _begin(rule: Rule, device: torch.device, round: Round, updates: Sequence[ParamUpdate]) -> None:
+    rule.begin(device, updates)
+    for update in updates:
+        if update.of in round.old_weights:
+            round.old_weights[update.of].copy_(update.weight, non_blocking=True)
+            rule.remember(device, update)
 
 
-def _is_idle(held: HeldState) -> bool:
+def _is_idle(state: ParamState) -> bool:
     """Neither has it a gradient, nor can backward bring one."""
-    return not held.param.requires_grad and held.param.grad is None
-
-
-def _held(turn: Turn) -> HeldState:
-    assert isinstance(turn.of, HeldState)
-    return turn.of
+    return not state.param.requires_grad and state.param.grad is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ForeignWatch`: tells the user once that someone else writes weights that have masters. Used by `engine.py`."""
+"""`ExternalWrites`: tells the user once that someone else writes weights that have masters. Used by `engine.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offstage.rules.rule import Rule
 logger = logging.getLogger("offstage")
 
 
-class ForeignWatch:
+class ExternalWrites:
     """Brings the count of weights written by others to the host without waiting for it, and logs it once."""
 
     def __init__(self, rule: Rule, device: torch.device) -> None:
@@ -29,7 +29,7 @@ class ForeignWatch:
         self._lanes = lanes
         self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type != "cpu")
 
-    def carry_on(self, other: ForeignWatch) -> None:
+    def carry_on(self, other: ExternalWrites) -> None:
         """This watch takes the place of `other`: what was said once is not said again."""
         self._logged = other._logged
 
@@ -38,7 +38,7 @@ class ForeignWatch:
         self._arrived, self._looked = None, False
 
     def look(self) -> None:
-        counter = self._rule.foreign_weights(self._device)
+        counter = self._rule.external_writes(self._device)
         if counter is None or self._logged:
             return
         if self._lanes is None:
@@ -53,7 +53,7 @@ class ForeignWatch:
         self._looked = True
 
     def report(self) -> None:
-        if not self._logged and (count := self._arrived_count() + self._rule.foreign_on_host):
+        if not self._logged and (count := self._arrived_count() + self._rule.external_on_host):
             self._logged = True
             logger.warning(
                 "%d weights on %s were written by someone else between steps; their fp32 masters follow the weights. "

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetch → update → store over a ring of slots. The only module that moves state. Called by `engine.py`.
+"""Fetch → update → store over a ring of slots. The only module that moves state between host and device.
 
 A chunk's trip is ASIDE → FETCHING → STAGED → UPDATING → STORING → ASIDE, or STAGED → ASIDE when it is discarded
-unused. A state is left when its work has been submitted: what has really happened by then is the marks' business.
+unused. A state is left when its work has been submitted; the marks say what has really happened by then.
 
 Who touches what, and which mark separates them:
 
 | buffer | written by | read by | separated by |
 |---|---|---|---|
 | slot | fetch, update | update, store | `fetched`, `updated`; the next fetch into it waits for `slot.free` |
-| arena range | store | fetch | the next fetch of the chunk waits for `stored` |
+| arena range | store | fetch | the next fetch of the chunk waits for `chunk.stored` |
 | weight | update | the caller | a mark when its gradient is taken, `Pending.updated` after (both in `engine.py`) |
 
 Slots beyond the ring's own number are the window: chunks fetched ahead wait there (`staged`), and stores that are
@@ -25,13 +25,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offstage.engine.snapshot import Snapshot
-from offstage.lanes.copies import copy_work
-from offstage.lanes.lanes import Lane, Lanes, Mark
+from offstage.engine.arenas import StateChunk, StatePiece
+from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.memory.arena import Arena
-from offstage.planning.layout import Chunk, Layout, Piece
-
-_MEASURED_COPIES = 8
 
 
 class ChunkState(enum.Enum):
@@ -88,35 +84,6 @@ class Ring:
 
 
 @dataclass(eq=False)
-class HostState:
-    """The arenas of one layout, and for each chunk the mark after which they hold its newest state."""
-
-    layout: Layout
-    arenas: dict[str, Arena]
-    stored: dict[int, Mark] = field(default_factory=dict)
-    on_host: bool = False
-    """The CPU updates it where it is."""
-    spare: dict[str, Arena] = field(default_factory=dict)
-    """A second set, where speculative updates go (`speculation.py`)."""
-    snapshot: Snapshot | None = None
-    """Somebody writes the state of a moment to disk."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(arena.nbytes for arena in (*self.arenas.values(), *self.spare.values()))
-
-    def preserve(self, chunk: Chunk, arenas: Mapping[str, Arena], lanes: Lanes) -> Mark | None:
-        """Before `chunk` of `arenas` is overwritten: the mark after which a snapshot has no need of it."""
-        if self.snapshot is None or self.snapshot.arenas is not arenas:
-            return None
-        return self.snapshot.preserve(chunk, lanes)
-
-    def flip(self) -> None:
-        """Every chunk has been stored to the spare set: it is the state from now on."""
-        self.arenas, self.spare = self.spare, self.arenas
-
-
-@dataclass(eq=False)
 class Slot:
     """A device staging buffer and the mark after which it may be written again."""
 
@@ -127,7 +94,7 @@ class Slot:
 
     def staged(self, trip: Trip) -> dict[str, torch.Tensor]:
         """Each key's part: the keys lie one behind the other, aligned as in the arenas."""
-        layout, arenas = trip.host.layout, trip.host.arenas
+        layout, arenas = trip.chunk.home.layout, trip.chunk.home.arenas
         sizes = tuple((key, arenas[key].dtype, stop - start) for key, (start, stop) in trip.chunk.ranges.items())
         if sizes not in self.views:
             offset, views = 0, {}
@@ -142,10 +109,9 @@ class Slot:
 class Trip:
     """One chunk's way through a slot. Only pieces whose parameter has a gradient move."""
 
-    host: HostState
-    chunk: Chunk
-    pieces: Sequence[Piece]
-    to_spare: bool = False
+    chunk: StateChunk
+    pieces: Sequence[StatePiece]
+    speculative: bool = False
     """Store to the spare set: then what was fetched stays untouched on the host."""
     staged: dict[str, torch.Tensor] = field(default_factory=dict)
     """From FETCHING on: each key's part of the slot."""
@@ -154,17 +120,12 @@ class Trip:
     fetched: Mark = None
     updated: Mark = None
 
-    @property
-    def key(self) -> tuple[int, int]:
-        return id(self.host), self.chunk.number
-
     def runs(self, key: str) -> list[tuple[int, int]]:
         """The ranges of `key`'s arena that move: neighbouring pieces in one copy."""
-        layout = self.host.layout
         runs: list[tuple[int, int]] = []
         previous = None
         for piece in self.pieces:
-            start, stop = layout.range_of(piece, key)
+            start, stop = piece.ranges[key]
             if previous is not None and piece.index == previous + 1:
                 runs[-1] = (runs[-1][0], stop)
             else:
@@ -176,14 +137,15 @@ class Trip:
 class Pipeline:
     """One device's lanes, ring and slots."""
 
-    def __init__(self, lanes: Lanes, *, num_slots: int, slot_bytes: int) -> None:
+    def __init__(self, lanes: Lanes, *, num_slots: int, slot_bytes: int = 0) -> None:
+        """`slot_bytes`: 0 as long as nothing is streamed."""
         self.lanes = lanes
         self.slot_bytes = slot_bytes
-        self.num_slots = num_slots
-        self.ring = Ring(num_slots)
+        self.num_slots = num_slots if slot_bytes else 0
+        self.ring = Ring(self.num_slots)
         self.bytes_fetched = 0
         self.bytes_stored = 0
-        self.staged: dict[tuple[int, int], Trip] = {}
+        self.staged: dict[StateChunk, Trip] = {}
         """Trips fetched ahead of their update."""
         self._slots: dict[int, Slot] = {}
         self._made = 0
@@ -197,46 +159,16 @@ class Pipeline:
         """Of the slots that `prepare` has still to allocate."""
         return max(0, self.num_slots - len(self._slots)) * self.slot_bytes
 
-    def prepare(self) -> bool:
+    def resize(self, num_slots: int, slot_bytes: int) -> None:
+        """Chunks are larger than before: other slots from now on."""
+        self.close()
+        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self.ring, self._made = Ring(num_slots), 0
+
+    def prepare(self) -> None:
         """Allocate the slots, once. Before anything moves, so that running out of memory loses nothing."""
-        made = len(self._slots) < self.num_slots
         while len(self._slots) < self.num_slots:
             self._make_slot()
-        return made
-
-    def measure_link(self, trips: Sequence[Trip]) -> float:
-        """GB/s each way, from fetching one chunk and storing another as it was, several times at once."""
-        there, back = trips
-        for trip in trips:
-            self.fetch(trip)
-        self.lanes.synchronize("measure: the chunks are fetched")
-        self._copy_both_ways(there, back)  # the first time is slower
-        start = self.lanes.stamp(Lane.FETCH)
-        self._copy_both_ways(there, back)
-        milliseconds = self.lanes.elapsed_ms(start, self.lanes.stamp(Lane.FETCH))
-        self.lanes.synchronize("measure: nothing is under way")
-        for trip in trips:
-            self.discard(trip)
-        nbytes = sum(host.nbytes for host, _ in there.copies)
-        self.bytes_fetched -= sum(host.nbytes for trip in trips for host, _ in trip.copies)
-        return _MEASURED_COPIES * nbytes / milliseconds / 1e6
-
-    def _copy_both_ways(self, there: Trip, back: Trip) -> None:
-        for _ in range(_MEASURED_COPIES):
-            self.lanes.submit(
-                Lane.FETCH,
-                copy_work((device, host) for host, device in there.copies),
-                after={},
-                reads=[host for host, _ in there.copies],
-                writes=[device for _, device in there.copies],
-            )
-            self.lanes.submit(
-                Lane.STORE,
-                copy_work(back.copies),
-                after={},
-                reads=[device for _, device in back.copies],
-                writes=[host for host, _ in back.copies],
-            )
 
     @property
     def window_slots(self) -> int:
@@ -273,51 +205,51 @@ class Pipeline:
     def fetch_ahead(self, trip: Trip) -> None:
         """ASIDE → STAGED, to wait there for its update."""
         self.fetch(trip)
-        self.staged[trip.key] = trip
+        self.staged[trip.chunk] = trip
 
     def take_staged(self, trip: Trip) -> bool:
         """Continue the trip of the same chunk that was fetched ahead, if there is one; fetching pieces it lacks."""
-        ahead = self.staged.pop(trip.key, None)
+        ahead = self.staged.pop(trip.chunk, None)
         if ahead is None:
             return False
         lacking = [piece for piece in trip.pieces if piece not in ahead.pieces]
         trip.staged, trip.copies, trip.fetched = ahead.staged, ahead.copies, ahead.fetched
         if lacking:
-            more = Trip(trip.host, trip.chunk, lacking, staged=ahead.staged)
+            more = Trip(trip.chunk, lacking, staged=ahead.staged)
             self._copy_in(more, free=None)
             trip.copies, trip.fetched = ahead.copies + more.copies, more.fetched
         trip.pieces = sorted({*ahead.pieces, *lacking}, key=lambda piece: (piece.index, piece.start))
         return True
 
-    def state_of(self, trip: Trip, piece: Piece) -> dict[str, torch.Tensor]:
+    def state_of(self, trip: Trip, piece: StatePiece) -> dict[str, torch.Tensor]:
         """The piece's state in the slot that holds its chunk."""
         state = {}
         for key, view in trip.staged.items():
-            start, stop = trip.host.layout.range_of(piece, key)
+            start, stop = piece.ranges[key]
             base = trip.chunk.ranges[key][0]
             state[key] = view[start - base : stop - base]
         return state
 
     def fetch(self, trip: Trip) -> None:
         """ASIDE → STAGED."""
-        self.ring.advance(trip.key, ChunkState.FETCHING)
-        slot = self._slots[self.ring.slot_of[trip.key]]
+        self.ring.advance(trip.chunk, ChunkState.FETCHING)
+        slot = self._slots[self.ring.slot_of[trip.chunk]]
         trip.staged = slot.staged(trip)
         self._copy_in(trip, free=slot.free)
-        self.ring.advance(trip.key, ChunkState.STAGED)
+        self.ring.advance(trip.chunk, ChunkState.STAGED)
 
     def _copy_in(self, trip: Trip, *, free: Mark | None) -> None:
-        trip.copies = _copies(trip, trip.host.arenas)
+        trip.copies = _copies(trip, trip.chunk.home.arenas)
         trip.fetched = self.lanes.submit(
             Lane.FETCH,
             copy_work((device, host) for host, device in trip.copies),
             after={
                 "fetch: the slot is free": free,
-                "fetch: the chunk's last store is done": trip.host.stored.get(trip.chunk.number),
+                "fetch: the chunk's last store is done": trip.chunk.stored,
             },
             reads=[host for host, _ in trip.copies],
             writes=[device for _, device in trip.copies],
-            can_wait=True,
+            low_priority=True,
         )
         self.bytes_fetched += sum(host.nbytes for host, _ in trip.copies)
 
@@ -330,7 +262,7 @@ class Pipeline:
         grads: Sequence[torch.Tensor] = (),
     ) -> None:
         """STAGED → UPDATING: `work` updates the staged state and `weights`, and reads `grads`."""
-        self.ring.advance(trip.key, ChunkState.UPDATING)
+        self.ring.advance(trip.chunk, ChunkState.UPDATING)
         trip.updated = self.lanes.submit(
             Lane.UPDATE,
             work,
@@ -341,29 +273,29 @@ class Pipeline:
 
     def store(self, trip: Trip) -> None:
         """UPDATING → ASIDE; the slot is free again behind the store."""
-        self.ring.advance(trip.key, ChunkState.STORING)
-        slot = self._slots[self.ring.slot_of[trip.key]]
-        copies = _copies(trip, trip.host.spare) if trip.to_spare else trip.copies
-        target = trip.host.spare if trip.to_spare else trip.host.arenas
+        self.ring.advance(trip.chunk, ChunkState.STORING)
+        slot = self._slots[self.ring.slot_of[trip.chunk]]
+        copies = _copies(trip, trip.chunk.home.spare) if trip.speculative else trip.copies
+        target = trip.chunk.home.spare if trip.speculative else trip.chunk.home.arenas
         stored = self.lanes.submit(
             Lane.STORE,
             copy_work(copies),
             after={
                 "store: the state is updated": trip.updated,
-                "store: the snapshot has its copy": trip.host.preserve(trip.chunk, target, self.lanes),
+                "store: the snapshot has its copy": trip.chunk.home.preserve(trip.chunk, target, self.lanes),
             },
             reads=[device for _, device in copies],
             writes=[host for host, _ in copies],
         )
-        slot.free = trip.host.stored[trip.chunk.number] = stored
+        slot.free = trip.chunk.stored = stored
         self.bytes_stored += sum(host.nbytes for host, _ in copies)
-        self.ring.advance(trip.key, ChunkState.ASIDE)
+        self.ring.advance(trip.chunk, ChunkState.ASIDE)
 
     def discard(self, trip: Trip) -> None:
         """STAGED → ASIDE: fetched and not needed. What is on the host is still the newest."""
-        slot = self._slots[self.ring.slot_of[trip.key]]
+        slot = self._slots[self.ring.slot_of[trip.chunk]]
         slot.free = trip.fetched
-        self.ring.advance(trip.key, ChunkState.ASIDE)
+        self.ring.advance(trip.chunk, ChunkState.ASIDE)
 
     def discard_staged(self) -> None:
         """Nothing that was fetched ahead is needed."""

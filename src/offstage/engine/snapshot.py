@@ -2,8 +2,7 @@
 """`Snapshot`: state on the host as it was at one moment, for a writer that reads it while training goes on.
 
 Nothing is copied when it is taken. A chunk that is about to be overwritten while the writer still needs it is copied
-first (`preserve`), by the threads of the host, and what overwrites it waits for the copy. Taken by `optimizer.py`;
-`pipeline.py` and `host_trips.py` ask it before they write to an arena.
+first (`preserve`), by the threads of the host, and what overwrites it waits for the copy.
 
 Who touches what, and which mark separates them:
 
@@ -61,17 +60,18 @@ class Snapshot:
         self._held_bytes = 0
         self._over = threading.Event()
 
-    # For whoever overwrites
+    # For the side that overwrites
 
-    def preserve(self, chunk: Chunk, lanes: Lanes) -> Mark | None:
-        """Before `chunk` is overwritten: the mark after which it may be. `None`: now."""
+    def preserve(self, number: int, lanes: Lanes) -> Mark | None:
+        """Before chunk `number` is overwritten: the mark after which it may be. `None`: now."""
         with self._lock:
-            unit = self._units.get(chunk.number)
+            unit = self._units.get(number)
             if unit is None:
                 return None
             if unit.copies is not None:
                 return unit.mark
-            sources = {key: self.arenas[key].flat[slice(*chunk.ranges[key])] for key in self.arenas}
+            ranges = self.layout.chunks[number].ranges
+            sources = {key: arena.flat[slice(*ranges[key])] for key, arena in self.arenas.items()}
             unit.copies = {key: _room_for(source) for key, source in sources.items()}
             self._held_bytes += sum(copy.nbytes for copy in unit.copies.values())
             self.copied_bytes = max(self.copied_bytes, self._held_bytes)

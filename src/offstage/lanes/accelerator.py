@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AcceleratorLanes`: lanes as streams and marks as events. Made by `lanes_for` in `lanes.py`.
+"""`AcceleratorLanes`: lanes as streams and marks as events.
 
-A lane that copies has two streams that take turns; what a stream has no room for is promised (`promises.py`), and given
-to it by a thread of ours. The host waits in `synchronize`, and for marks that are still promised.
+A lane that copies has two streams that take turns. Work that a stream has no room for is promised, and submitted later
+by a feeder thread. The host waits in `synchronize`, and for marks that are still promised.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from typing import Any
 import torch
 
 from offstage.lanes.host_threads import HostThreads, Slice
-from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work, pieces_of
+from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Priority, Work, pieces_of
 from offstage.lanes.promises import Promise, promised_after
 
 _MOST_UNDER_WAY = 112
 """Pieces of work in one stream's queue. The driver has room for about a thousand operations, mostly fewer than eight to
-a piece, and whoever gives it more waits with the interpreter in its hands. So what there is no room for is promised,
-and given by a thread that waits for it: `step()` returns at once, and forward begins while most of the step is still to
-come."""
+a piece; a thread that submits more blocks in the driver, holding the GIL. So work beyond this is promised, and
+submitted by a thread that waits for room: `step()` returns at once, and forward begins while most of the step is still
+to come."""
 _TAKES_TURNS = (Lane.FETCH, Lane.STORE)
-"""They have enough copies in their queues to keep everyone else off the link; see [Note: the link takes turns]."""
-
-_urgent: dict[torch.device, Mark] = {}
-"""For each device the last copy that was announced: activations and state have lanes of their own, and one link."""
+"""They queue enough copies to keep other streams off the link; see [Note: the link takes turns]."""
 
 
 class AcceleratorLanes(Lanes):
     """Streams and events of `torch.accelerator`. The streams are created once and live as long as the lanes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, priority: Priority) -> None:
         self.device = device
+        self._priority = priority
         queues = [lane for lane in Lane if lane not in (Lane.CALLER, Lane.HOST)]
-        self._queues: dict[Lane, _Queue] = {lane: _Queue(device, 2 if lane in _TAKES_TURNS else 1) for lane in queues}
+        self._queues: dict[Lane, _Streams] = {
+            lane: _Streams(device, 2 if lane in _TAKES_TURNS else 1) for lane in queues
+        }
         self._allocated_on: dict[int, torch.Stream] = {}
         self._under_way: dict[Lane, deque[torch.Event]] = {lane: deque() for lane in queues}
         self._feeder = HostThreads(1)
-        """Gives streams what they have no room for yet."""
+        """Submits what streams have no room for yet."""
         self._last: dict[Lane, Promise] = {}
         """The last work of a lane that was promised: what comes after it may not overtake it."""
         self._promises: list[Promise] = []
         """Of work that has not been given to its stream yet, and some that has."""
         self._look_through_at = 64
-        self._patient = False
+        self._blocks = False
 
     def submit(
         self,
@@ -56,39 +56,39 @@ class AcceleratorLanes(Lanes):
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
         writes: Buffers = (),
-        can_wait: bool = False,
+        low_priority: bool = False,
     ) -> Mark:
         last = None if lane in UNORDERED else self._last.get(lane)
         if last is not None and last.is_over:
-            last.mark()  # a lane whose work has failed stays so: whoever waits for its last mark must hear of it
+            last.mark()  # raises: a lane whose work has failed stays failed until the failure is handled
             last = self._last.pop(lane)
-        marks = [last, *after.values(), self._urgent_mark() if can_wait else None]
+        marks = [last, *after.values(), self._prioritised() if low_priority else None]
         promises = [mark for mark in marks if isinstance(mark, Promise) and not mark.is_over]
         if not promises and self._is_full(lane):
-            if self._patient:
+            if self._blocks:
                 self._under_way[lane][0].synchronize()
             else:
                 promises = [self._room(lane)]
         if not promises:
             return self._submit(lane, work, marks)
-        made = self._promise(promises, lambda promise: promise.keep(self._submit(lane, work, marks)))
+        made = self._promise(promises, lambda promise: promise.resolve(self._submit(lane, work, marks)))
         self._last[lane] = made
         return made
 
-    def _urgent_mark(self) -> Mark | None:
-        """What was announced, if its stream has been given it: it is not worth waiting for a promise."""
-        mark = _urgent.get(self.device)
+    def _prioritised(self) -> Mark | None:
+        """The copy that goes first, once its stream has it: a promise is not worth waiting for."""
+        mark = self._priority.mark
         if not isinstance(mark, Promise):
             return mark
-        return mark.mark() if mark.is_kept else None
+        return mark.mark() if mark.is_resolved else None
 
     @contextlib.contextmanager
-    def patiently(self) -> Iterator[None]:
-        before, self._patient = self._patient, True
+    def blocking(self) -> Iterator[None]:
+        before, self._blocks = self._blocks, True
         try:
             yield
         finally:
-            self._patient = before
+            self._blocks = before
 
     def _is_full(self, lane: Lane) -> bool:
         under_way = self._under_way[lane]
@@ -97,10 +97,10 @@ class AcceleratorLanes(Lanes):
         return len(under_way) >= _MOST_UNDER_WAY
 
     def _room(self, lane: Lane) -> Promise:
-        """Kept when the oldest work of `lane` is done."""
+        """Resolved when the oldest work of `lane` is done."""
         oldest = self._under_way[lane][0]
         room = Promise()
-        self._feeder.give([], wait=oldest.synchronize, done=lambda error: room.keep())
+        self._feeder.give([], wait=oldest.synchronize, done=lambda error: room.resolve())
         return room
 
     def _submit(self, lane: Lane, work: Work, after: Iterable[Mark | None]) -> torch.Event:
@@ -132,7 +132,9 @@ class AcceleratorLanes(Lanes):
                     event.synchronize()
 
         def give(promise: Promise) -> None:
-            self.threads.give(slices, wait=wait, done=lambda error: promise.fail(error) if error else promise.keep())
+            self.threads.give(
+                slices, wait=wait, done=lambda error: promise.reject(error) if error else promise.resolve()
+            )
 
         return self._promise([mark for mark in marks if isinstance(mark, Promise)], give)
 
@@ -175,8 +177,8 @@ class AcceleratorLanes(Lanes):
     def allocated_bytes(self) -> int | None:
         return int(torch.accelerator.memory_allocated(self.device.index))
 
-    def announce(self, mark: Mark) -> None:
-        _urgent[self.device] = mark
+    def prioritise(self, mark: Mark) -> None:
+        self._priority.mark = mark
 
     def free_bytes(self) -> int:
         return device_free_bytes(self.device)
@@ -214,7 +216,7 @@ class AcceleratorLanes(Lanes):
         self._promises.clear()
 
     def passed(self, mark: Mark) -> bool:
-        if isinstance(mark, Promise) and not mark.is_kept:
+        if isinstance(mark, Promise) and not mark.is_resolved:
             return False
         event = _event(mark)
         return event is None or bool(event.query())
@@ -222,7 +224,7 @@ class AcceleratorLanes(Lanes):
     def stamp(self, lane: Lane) -> Any:
         last = self._last.get(lane)
         if last is not None and not last.is_over:
-            return self._promise([last], lambda promise: promise.keep(self._stamp(self._queues[lane].stream)))
+            return self._promise([last], lambda promise: promise.resolve(self._stamp(self._queues[lane].stream)))
         return self._stamp(self._caller() if lane is Lane.CALLER else self._queues[lane].stream)
 
     def _stamp(self, stream: torch.Stream) -> torch.Event:
@@ -240,7 +242,7 @@ class AcceleratorLanes(Lanes):
         return torch.accelerator.current_stream(self.device)
 
 
-class _Queue:
+class _Streams:
     """The stream of a lane; or two, that take turns and wait for each other, so that their order is that of one."""
 
     def __init__(self, device: torch.device, num_streams: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostThreads`: the CPU's threads for updates on the host. Used by lanes.
+"""`HostThreads`: the CPU's threads for updates on the host.
 
 A job is a list of slices that may run at the same time, and something it has to wait for first. Jobs begin in the
-order in which they were given; a thread that finds no slice left in one goes on to the next, so that nobody idles at
-the end of a chunk. Slices release the GIL for nearly all of their time, so threads of Python are enough.
+order in which they were given; a thread that finds no slice left in one goes on to the next, so that no thread idles
+at the end of a chunk. Slices release the GIL for nearly all of their time, so threads of Python are enough.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class HostThreads:
         self.num_threads = num_threads
         self._cpus = cpus
         self._starting = threading.Lock()
-        self._queue = _Queue()
+        self._queue = _Jobs()
         self._threads: list[threading.Thread] = []
         # Threads hold the queue, not this object: dropping it ends them.
         weakref.finalize(self, _end, self._queue, self._threads, os.getpid())
@@ -96,7 +96,7 @@ class HostThreads:
                 thread.start()
 
 
-class _Queue:
+class _Jobs:
     """Jobs, and who does what of them."""
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ def is_host_thread() -> bool:
     return threading.current_thread().name.startswith(_NAME)
 
 
-def _end(queue: _Queue, threads: list[threading.Thread], owner: int) -> None:
+def _end(queue: _Jobs, threads: list[threading.Thread], owner: int) -> None:
     """Let the threads end, and wait for it: one that is still in torch when the interpreter ends takes it down."""
     if os.getpid() != owner:
         return  # a forked child has no such threads, and maybe a lock that one of them held
@@ -193,7 +193,7 @@ def _end(queue: _Queue, threads: list[threading.Thread], owner: int) -> None:
         thread.join(_LONGEST_JOIN_S)
 
 
-def _work(queue: _Queue, cpus: Collection[int] | None) -> None:
+def _work(queue: _Jobs, cpus: Collection[int] | None) -> None:
     torch.set_grad_enabled(False)  # as in step(); this too is the thread's own
     if cpus is not None:
         with contextlib.suppress(OSError):  # the process may have lost them since: slower, otherwise the same
@@ -206,7 +206,7 @@ def _work(queue: _Queue, cpus: Collection[int] | None) -> None:
                 job.wait()
             else:
                 job.slices[index]()
-        except BaseException as raised:  # whoever waits for the job is told
+        except BaseException as raised:  # the job's `done` gets it
             error = raised
         if index is None:
             queue.is_ready(job, error)

@@ -4,21 +4,28 @@
 Work is submitted to a lane together with the marks it comes after, each under a name that says which hazard the
 wait closes, and with the buffers it reads and writes. The caller's current stream is a lane too. Backends:
 
-- `AcceleratorLanes` (`accelerator_lanes.py`): streams and events.
-- `ImmediateLanes`: a machine without an accelerator; work runs when it is submitted.
-- `LazyLanes` (`lazy_lanes.py`): for tests; work runs as late and as out of order as its marks allow.
+- `AcceleratorLanes`: streams and events.
+- `ImmediateLanes`: without an accelerator, or with nothing off the device; work runs when it is submitted.
+- `LazyLanes`: for tests; work runs as late and as out of order as its marks allow.
 
 Lifetime: a tensor used on a lane is dropped through `release(tensor, after=...)` or after the caller has waited.
+
+[Note: the link takes turns] A device's copy engine serves one stream until that stream has to wait for something, and
+priorities do not matter to it: what another stream asks for waits behind all that a fetch lane has been given before
+(but for copies of up to 64 KiB, which travel with the commands). FSDP2 makes larger ones in every layer's backward,
+data loaders do, and so do activations that backward waits for. So a lane that copies has two streams, and each copy
+waits for the one before on the other stream: then the engine looks around after every copy, and a stranger waits for
+one copy at most, while the link stays as busy as before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import enum
+import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,16 +48,18 @@ class Lane(enum.Enum):
     FETCH = "fetch"  # host → device copies; the link carries both directions at once only on two queues
     UPDATE = "update"  # the rules' arithmetic
     STORE = "store"  # device → host copies
-    LOWER = "lower"  # gradients and weights → host, for updates there; waits for host threads, so not the store lane
+    GRADIENTS_DOWN = (
+        "lower"  # gradients and weights → host, for updates there; waits for host threads, so not the store lane
+    )
     HOST = "host"  # updates on the host, by its threads
-    RAISE = "raise"  # updated weights → device; would queue behind fetches that were given before
+    WEIGHTS_UP = "raise"  # updated weights → device; would queue behind fetches that were given before
     CALLER = "caller"  # the stream that is current where the call is made
 
     __hash__ = object.__hash__  # every piece of work looks its lane up several times; enum's own is slow
 
 
-UNORDERED = (Lane.LOWER, Lane.HOST, Lane.RAISE)
-"""Their work has no order but that of its marks: host threads give it, in the order in which they get there."""
+UNORDERED = (Lane.GRADIENTS_DOWN, Lane.HOST, Lane.WEIGHTS_UP)
+"""Their work has no order but that of its marks: host threads submit it as they finish."""
 
 
 class Lanes(ABC):
@@ -60,7 +69,7 @@ class Lanes(ABC):
     checks = False
     """True where declared buffers are looked at: callers may skip collecting them otherwise."""
     threads: HostThreads
-    """Who works on the host lane; set by whoever uses it."""
+    """The host lane's workers; set by the user of the lanes."""
 
     @abstractmethod
     def submit(
@@ -71,11 +80,11 @@ class Lanes(ABC):
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
         writes: Buffers = (),
-        can_wait: bool = False,
+        low_priority: bool = False,
     ) -> Mark:
         """Queue `work` on `lane` behind the marks in `after` (reason → mark; `None` is nothing to wait for).
 
-        `can_wait`: copies that were announced as urgent go first. That is a matter of time only: nobody may rely on it.
+        `low_priority`: prioritised copies go first. That is a matter of time only; correctness must not rely on it.
         """
 
     @abstractmethod
@@ -127,11 +136,11 @@ class Lanes(ABC):
         """Whether there is work that other threads have still to give to its lane."""
         return False
 
-    def patiently(self) -> contextlib.AbstractContextManager[Any]:
-        """Within the context, whoever gives a lane more than it has room for waits, and promises nothing.
+    def blocking(self) -> contextlib.AbstractContextManager[Any]:
+        """Within the context, a submit to a full lane blocks until there is room, instead of promising the work.
 
         For work that is given in backward: the lanes are then so far behind that backward must wait for them soon
-        anyway, and a thread that feeds them would take the interpreter from autograd's at every turn.
+        anyway, and a thread that feeds them would take the GIL from autograd's thread again and again.
         """
         return contextlib.nullcontext()
 
@@ -161,11 +170,11 @@ class Lanes(ABC):
         return 0
 
     def allocated_bytes(self) -> int | None:
-        """What the whole process has allocated on the device; `None` where nobody counts."""
+        """What the whole process has allocated on the device; `None` where the backend does not count."""
         return None
 
-    def announce(self, mark: Mark) -> None:  # noqa: B027
-        """`mark` is of a copy that backward is about to wait for: copies that `can_wait` go behind it."""
+    def prioritise(self, mark: Mark) -> None:  # noqa: B027
+        """`mark` is of a copy that backward is about to wait for: copies of low priority go behind it."""
 
     @abstractmethod
     def stamp(self, lane: Lane) -> Any:
@@ -182,8 +191,14 @@ class Lanes(ABC):
         """Declare what the host itself reads or writes at this moment."""
 
 
+class Priority:
+    """The copy that goes first on a device's link, on whichever lanes it is."""
+
+    mark: Mark | None = None
+
+
 class ImmediateLanes(Lanes):
-    """No accelerator: work runs at once, so every mark has passed when it is made."""
+    """Work runs at once, on the caller's stream: every mark has passed when it is made."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -196,9 +211,10 @@ class ImmediateLanes(Lanes):
         after: Mapping[str, Mark | None],
         reads: Buffers = (),
         writes: Buffers = (),
-        can_wait: bool = False,
+        low_priority: bool = False,
     ) -> Mark:
-        run_all(work)
+        with on_device(self.device):
+            run_all(work)
         return None
 
     def submit_on_host(
@@ -219,7 +235,8 @@ class ImmediateLanes(Lanes):
         pass
 
     def wait_on_host(self, mark: Mark, reason: str) -> None:
-        pass
+        if self.device.type != "cpu":  # the work is on the caller's stream
+            torch.accelerator.synchronize(self.device)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -255,28 +272,23 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
 
-LanesFactory = Callable[[torch.device], Lanes]
-_factory: contextvars.ContextVar[LanesFactory | None] = contextvars.ContextVar("offstage_lanes", default=None)
+LONGEST_COPY = 32 * 1024 * 1024
+"""Bytes. Shorter ones cost the host more and the link some of its rate."""
 
 
-def lanes_for(device: torch.device) -> Lanes:
-    """The lanes that fit `device`, or those a test asked for with `use_lanes`."""
-    from offstage.lanes.accelerator import AcceleratorLanes  # which builds on this module
+def copy_work(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Callable[[], None]]:
+    """One function per piece of (target, source): flat tensors of one dtype, one of each pair on the host."""
+    work: list[Callable[[], None]] = []
+    for target, source in copies:
+        length = LONGEST_COPY // target.itemsize
+        if target.numel() <= length:
+            work.append(functools.partial(_copy, target, source))
+            continue
+        for start in range(0, target.numel(), length):
+            stop = start + length
+            work.append(functools.partial(_copy, target[start:stop], source[start:stop]))
+    return work
 
-    factory = _factory.get()
-    if factory is not None:
-        return factory(device)
-    return ImmediateLanes(device) if device.type == "cpu" else AcceleratorLanes(device)
 
-
-@contextlib.contextmanager
-def use_lanes(factory: LanesFactory | None) -> Iterator[None]:
-    """Within the context, optimizers are built on the lanes `factory` makes: lazy ones, checked ones, ones with delays.
-
-    `None`: those that fit the device.
-    """
-    token = _factory.set(factory)
-    try:
-        yield
-    finally:
-        _factory.reset(token)
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Promise`: a mark of work that no stream has been given yet.
 
-A stream cannot wait for the host, so work that follows an update on the host is given to its stream by the host thread
-that ends the update; and what a stream has no room for is given by a thread that waits for room. Until then its mark is
-a promise. Used by `accelerator_lanes.py`.
+A stream cannot wait for the host, so the host thread that ends an update submits the work that follows it; and work
+that a stream has no room for is submitted by a thread that waits for room. Until then its mark is a promise.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 _running = threading.local()
-"""In each thread: what follows promises that it has ended, in their order. Chains are long: nobody calls down them."""
+"""Per thread: what follows the promises it has ended, in their order. Chains are long, so they run in a loop."""
 
 
 class Promise:
-    """Kept once, with the mark that was promised (`None`: nothing is left to wait for), or broken by an error."""
+    """Resolved once, with the mark that was promised (`None`: nothing is left to wait for), or rejected."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,24 +31,24 @@ class Promise:
         return self._over.is_set()
 
     @property
-    def is_kept(self) -> bool:
+    def is_resolved(self) -> bool:
         return self._over.is_set() and self._error is None
 
-    def keep(self, mark: Any = None) -> None:
+    def resolve(self, mark: Any = None) -> None:
         self._end(mark, None)
 
-    def fail(self, error: BaseException) -> None:
+    def reject(self, error: BaseException) -> None:
         self._end(None, error)
 
     def mark(self) -> Any:
-        """The mark, as soon as there is one: the host waits. Raises what broke the promise."""
+        """The mark, as soon as there is one: the host waits. Raises the error of a rejected promise."""
         self._over.wait()
         if self._error is not None:
             raise self._error
         return self._mark
 
     def wait(self) -> None:
-        """Wait until it is kept or broken."""
+        """Wait until it is resolved or rejected."""
         self._over.wait()
 
     def then(self, act: Callable[[], None]) -> None:
@@ -71,7 +70,7 @@ class Promise:
 def _run_all(acts: list[Callable[[], None]]) -> None:
     """Run `acts`, and all that they lead to, one after the other."""
     waiting: deque[Callable[[], None]] | None = getattr(_running, "waiting", None)
-    if waiting is not None:  # called by an act: whoever runs that one runs these
+    if waiting is not None:  # called by an act: the loop that runs it runs these
         waiting.extend(acts)
         return
     waiting = _running.waiting = deque(acts)
@@ -83,7 +82,7 @@ def _run_all(acts: list[Callable[[], None]]) -> None:
 
 
 def promised_after(promises: Iterable[Promise], act: Callable[[Promise], None]) -> Promise:
-    """A promise that `act` keeps; it is called when all `promises` are over, and what it raises breaks the promise."""
+    """A promise that `act` resolves, called when all `promises` are over; what it raises rejects the promise."""
     result = Promise()
     open_ones = [promise for promise in promises if not promise.is_over]
     lock = threading.Lock()
@@ -101,7 +100,7 @@ def promised_after(promises: Iterable[Promise], act: Callable[[Promise], None]) 
         try:
             act(result)
         except BaseException as error:
-            result.fail(error)
+            result.reject(error)
 
     if not open_ones:
         run()

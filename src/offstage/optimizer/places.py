@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Places`: where the state of every parameter is, and the engine of each device. Used by `optimizer.py`.
+"""`Places`: where the state of every parameter is, and the engine of each device.
 
 Parameters are placed when the optimizer is made, when groups are added, and when an option needs more state; those that
 have a place keep it.
@@ -15,18 +15,20 @@ from typing import Any
 
 import torch
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
+from offstage.engine import named_state
+from offstage.engine.arenas import HostState
 from offstage.engine.engine import Engine
-from offstage.engine.param_state import HeldState
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError, StepLostError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.checks import check_options, check_param
 from offstage.planning.layout import padded_bytes
 from offstage.planning.machine import measure_machine
-from offstage.planning.plan import HOST_SLOTS, ParamSize, Placement, Plan, plan_placements, refuse_idle
+from offstage.planning.plan import HOST_SLOTS, ParamSize, Plan, plan_placements, refuse_idle
 from offstage.planning.planner import choose_host_fraction
 from offstage.rules import Rule
+from offstage.rules.rule import ParamState
 from offstage.tensors import is_sharded, largest_shard, local_of
 
 logger = logging.getLogger("offstage")
@@ -39,7 +41,7 @@ class Places:
 
     def __init__(self, rule: Rule, config: OffloadConfig, names: dict[torch.Tensor, str]) -> None:
         self.names = names
-        self.held: dict[torch.Tensor, HeldState] = {}
+        self.states: dict[torch.Tensor, ParamState] = {}
         self.engines: dict[torch.device, Engine] = {}
         self._rule, self._config = rule, config
         self._signatures: list[Any] = []
@@ -49,7 +51,7 @@ class Places:
         """Whether every parameter of `groups` has all the state its options need."""
         if self._signatures != [self._rule.signature(group) for group in groups]:
             return False
-        return all(param in self.held for group in groups for param in group["params"])
+        return all(param in self.states for group in groups for param in group["params"])
 
     def place(
         self,
@@ -66,32 +68,32 @@ class Places:
         check_options(groups)
         group_of = {param: group for group in groups for param in group["params"]}
         wanted = [self._wanted(param, group, like) for param, group in group_of.items()]
-        by_device: dict[torch.device, list[HeldState]] = {}
-        for held in wanted:
-            by_device.setdefault(held.param.device, []).append(held)
+        by_device: dict[torch.device, list[ParamState]] = {}
+        for state in wanted:
+            by_device.setdefault(state.param.device, []).append(state)
         plans = {}
         for device, states in by_device.items():
-            placed = {i: held.placement for i, held in enumerate(states) if held is self.held.get(held.param)}
-            sizes = [self.size_of(held) for held in states]
+            placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
+            sizes = [self.size_of(state) for state in states]
             plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
         self._refuse_idle(plans, by_device)
         self._check_host_memory(list(plans.values()), wanted)
         for device, states in by_device.items():
-            for held, placement in zip(states, plans[device].placements, strict=True):
-                held.placement = placement
-            new = [held for held in states if held is not self.held.get(held.param)]
+            for state, placement in zip(states, plans[device].placements, strict=True):
+                state.placement = placement
+            new = [state for state in states if state is not self.states.get(state.param)]
             self._build(device, new, group_of, existing or {})
         self._signatures = [self._rule.signature(group) for group in groups]
 
     def _refuse_idle(
-        self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[HeldState]]
+        self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[ParamState]]
     ) -> None:
         """Raise if nothing would leave: on every rank of a sharded model or on none, though shards are uneven."""
         auto = self._config.update_on == "auto"
         config = dataclasses.replace(self._config, host_fraction=0.0) if auto else self._config
         alike = [
-            plan_placements([self.size_of(held, largest_shard(held.param)) for held in states], config)
-            if any(held.local is not held.param for held in states) and not plans[device].host_bytes
+            plan_placements([self.size_of(state, largest_shard(state.param)) for state in states], config)
+            if any(state.local is not state.param for state in states) and not plans[device].host_bytes
             else plans[device]
             for device, states in by_device.items()
         ]
@@ -119,7 +121,7 @@ class Places:
         logger.info("with update_on='auto' the CPU updates %.0f%% of what is offloaded from %s", 100 * share, device)
         return share
 
-    def _wanted(self, param: torch.Tensor, group: dict[str, Any], like: Places | None) -> HeldState:
+    def _wanted(self, param: torch.Tensor, group: dict[str, Any], like: Places | None) -> ParamState:
         """The state `param` has, or the one it should get."""
         name = self.names.setdefault(param, f"parameter {len(self.names)}")
         check_param(param, name)
@@ -130,120 +132,139 @@ class Places:
                 "optimizer that treats each element alone, such as AdamW."
             )
         keys = self._rule.keys(local_of(param), group)
-        held = self.held.get(param)
-        there = held if held is not None or like is None else like.held.get(param)
+        state = self.states.get(param)
+        there = state if state is not None or like is None else like.states.get(param)
         # State that an option does not need for a while is kept, as torch keeps it.
         kept = there.keys if there is not None else ()
         missing = tuple(key for key in keys if key not in kept)
-        return held if held is not None and not missing else HeldState(param, name, kept + missing, rule=self._rule)
+        return state if state is not None and not missing else ParamState(param, name, kept + missing, rule=self._rule)
 
-    def _check_host_memory(self, plans: Sequence[Plan], wanted: Sequence[HeldState]) -> None:
-        there = sum(self.size_of(held).padded_bytes for held in wanted if held.host is not None)
-        there += sum(engine.staging_bytes for engine in self.engines.values())
+    def _check_host_memory(self, plans: Sequence[Plan], wanted: Sequence[ParamState]) -> None:
+        there = sum(self.size_of(state).padded_bytes for state in wanted if state.home is not None)
+        there += sum(engine.transport.staging_bytes for engine in self.engines.values())
         need = max(0, sum(plan.host_bytes for plan in plans) - there)
-        sets = 2 if any(engine.host_side.has_spare for engine in self.engines.values()) else 1
+        sets = 2 if any(engine.arenas.has_spare for engine in self.engines.values()) else 1
         check_host_memory(
             sets * need,
             None if self._config.host_budget is None else int(self._config.host_budget),
-            already_bytes=sum(engine.host_bytes for engine in self.engines.values()),
+            already_bytes=sum(engine.transport.host_bytes for engine in self.engines.values()),
         )
 
     def _build(
         self,
         device: torch.device,
-        states: list[HeldState],
+        states: list[ParamState],
         group_of: Mapping[torch.Tensor, dict[str, Any]],
         existing: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
         if device not in self.engines:
             self.engines[device] = Engine(device, self._rule, self._config)
         engine = self.engines[device]
-        has_spare = any(engine.host_side.has_spare for engine in self.engines.values())
+        has_spare = any(engine.arenas.has_spare for engine in self.engines.values())
         engine.settle(list(engine.pending), "place: the weights are ready")
-        engine.synchronize("place: the lanes are drained")
-        engine.discard_staged()
-        for held in states:
-            if held.placement is Placement.RESIDENT:
-                held.allocate_resident(existing.get(held.param, {}))
+        engine.transport.synchronize("place: the lanes are drained")
+        engine.transport.pipeline.discard_staged()
+        for state in states:
+            if state.placement is Placement.RESIDENT:
+                named_state.allocate_resident(state, existing.get(state.param, {}))
         engine.add(states)
-        for held in states:
-            before = self.held.get(held.param)
-            self.held[held.param] = held
+        for state in states:
+            before = self.states.get(state.param)
+            self.states[state.param] = state
             if before is not None:  # more keys than before
-                held.load(before.export(), group_of[held.param])
-        engine.host_side.drop_unused(self.held.values())
+                named_state.load(state, named_state.export(before), group_of[state.param])
+        engine.arenas.drop_unused(self.states.values())
         if has_spare:
-            engine.host_side.add_spare()
+            engine.arenas.add_spare()
 
-    def size_of(self, held: HeldState, numel: int | None = None) -> ParamSize:
-        """What `held` takes; with `numel`, what a shard of so many elements would take."""
-        own = {key.name: key.numel(held.local) for key in held.keys}
+    def size_of(self, state: ParamState, numel: int | None = None) -> ParamSize:
+        """What `state` takes; with `numel`, what a shard of so many elements would take."""
+        own = {key.name: key.numel(state.local) for key in state.keys}
         extent = own if numel is None else dict.fromkeys(own, numel)
-        itemsize = {key.name: key.dtype.itemsize for key in held.keys}
+        itemsize = {key.name: key.dtype.itemsize for key in state.keys}
         padded = padded_bytes(extent, itemsize) if itemsize else 0
-        device = held.param.device
+        device = state.param.device
         return ParamSize(
-            held.name,
+            state.name,
             str(device),
             sum(extent[name] * size for name, size in itemsize.items()),
             padded,
             self._rule.splits(device),
-            numel=held.local.numel(),
-            weight_bytes=held.local.nbytes,
+            numel=state.local.numel(),
+            weight_bytes=state.local.nbytes,
         )
 
-    def plan(self, states: Sequence[HeldState]) -> Plan:
+    def plan(self, states: Sequence[ParamState]) -> Plan:
         """Where `states` are."""
-        slots = [engine.planned_slot_bytes for engine in self.engines.values() if engine.planned_slot_bytes]
+        slots = [slot for engine in self.engines.values() if (slot := engine.transport.pipeline.slot_bytes)]
         return Plan(
             sizes=tuple(self.size_of(one) for one in states),
             placements=tuple(one.placement for one in states),
             slots=self._config.num_slots * len(slots),
             slot_bytes=max(slots, default=0),
             window=self._config.window if slots else 0,
-            host_slots=HOST_SLOTS * sum(1 for engine in self.engines.values() if engine.staging_bytes),
-            host_slot_bytes=max((engine.host_side.staging_bytes for engine in self.engines.values()), default=0),
+            host_slots=HOST_SLOTS * sum(1 for engine in self.engines.values() if engine.transport.staging_bytes),
+            host_slot_bytes=max((engine.arenas.staging_bytes for engine in self.engines.values()), default=0),
         )
 
-    def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[HeldState]]]:
+    def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[ParamState]]]:
         """The states of `params`, by device."""
-        states = [self.held[param] for param in params if param in self.held]
-        for device in {held.param.device for held in states}:
-            yield self.engines[device], [held for held in states if held.param.device == device]
+        states = [self.states[param] for param in params if param in self.states]
+        for device in {state.param.device for state in states}:
+            yield self.engines[device], [state for state in states if state.param.device == device]
 
     def check_values(self, values: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups, options: Groups) -> None:
         """Raise if `values` cannot be loaded as the state of `groups`, given their `options`. Changes nothing."""
         for group, chosen in zip(groups, options, strict=True):
             for param in group["params"]:
                 name = self.names.get(param, f"of shape {tuple(param.shape)}")
-                HeldState(param, name, self._rule.keys(local_of(param), chosen), rule=self._rule).check(
-                    values.get(param, {})
-                )
+                wanted = ParamState(param, name, self._rule.keys(local_of(param), chosen), rule=self._rule)
+                named_state.check(wanted, values.get(param, {}))
 
     def take_snapshots(self) -> dict[int, Snapshot]:
         """Snapshots of all state on the host, by the identity of the host state. The lanes have been drained."""
         self.wait_for_snapshots()
         taken = {}
-        for engine in self.engines.values():
-            for host, _ in engine.host_side.states:
-                taken[id(host)] = host.snapshot = Snapshot(host.layout, host.arenas)
+        for _, host in self._host_states():
+            taken[id(host)] = host.snapshot = Snapshot(host.layout, host.arenas)
         return taken
 
     def wait_for_snapshots(self) -> None:
-        """Return when nobody needs the state of a moment before."""
-        for engine in self.engines.values():
-            for host, _ in engine.host_side.states:
-                if host.snapshot is not None:
-                    assert engine.lanes is not None
-                    host.snapshot.wait(engine.lanes)
-                    host.snapshot = None
+        """Return when no writer needs the state of a moment before."""
+        for engine, host in self._host_states():
+            if host.snapshot is not None:
+                host.snapshot.wait(engine.transport.lanes)
+                host.snapshot = None
 
     def settle_snapshots(self) -> None:
-        """Return when all copies that snapshots have asked for are made: whoever waits for their writer calls this."""
-        for engine in self.engines.values():
-            for host, _ in engine.host_side.states:
-                if host.snapshot is not None and engine.lanes is not None:
-                    host.snapshot.settle(engine.lanes)
+        """Return when all copies that snapshots have asked for are made: their writer may wait for these."""
+        for engine, host in self._host_states():
+            if host.snapshot is not None:
+                host.snapshot.settle(engine.transport.lanes)
+
+    def _host_states(self) -> Iterator[tuple[Engine, HostState]]:
+        return ((engine, host) for engine in self.engines.values() for host in engine.arenas.sets)
+
+    def moved_to(self, config: OffloadConfig, groups: Groups) -> Places:
+        """All state in new places, as `config` says; the lanes have been drained.
+
+        They are built and filled next to these, parameter by parameter: whatever fails leaves these as they were.
+        Resident state that stays resident is not copied.
+        """
+        new = Places(self._rule, config, self.names)
+        resident = {param: named_state.resident_tensors(state) for param, state in self.states.items()}
+        try:
+            new.place(groups, resident, like=self)
+            for group in groups:
+                for param in group["params"]:
+                    named_state.adopt(new.states[param], self.states[param], group)
+        except BaseException:
+            new.close()
+            raise
+        for device, engine in new.engines.items():
+            if device in self.engines:
+                engine.transport.carry_on(self.engines[device].transport)
+        return new
 
     def close(self) -> None:
         """Give back everything that these places have."""
@@ -264,5 +285,5 @@ class Places:
 
     def moved_bytes(self) -> tuple[int, int]:
         """(fetched, stored) since the beginning."""
-        moved = [engine.moved_bytes for engine in self.engines.values()]
+        moved = [engine.transport.moved_bytes for engine in self.engines.values()]
         return sum(fetched for fetched, _ in moved), sum(stored for _, stored in moved)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The receipt: what was really moved, and what it cost. Filled by `optimizer.py`, shown by `optimizer.receipt()`."""
+"""The receipt: what was really moved, and what it cost."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from offstage.config import format_size
-
-if TYPE_CHECKING:
-    from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -89,53 +86,53 @@ class Receipt:
         return "\n".join(f"{name:<28} {value}" for name, value in rows)
 
 
-def _advise(optimizer: OffloadedOptimizer, exposed_ms: float | None, transfer_ms: float | None) -> str | None:
+def _advise(runtime: Runtime, exposed_ms: float | None, transfer_ms: float | None) -> str | None:
     """One line when something is left on the table: a tenth of the transfers, and a millisecond, are worth it."""
     if not exposed_ms or not transfer_ms or exposed_ms < 1.0 or exposed_ms < 0.1 * transfer_ms:
         return None
-    config, found = optimizer.config, f"{exposed_ms:.0f} ms of each step are waited for"
+    config, found = runtime.config, f"{exposed_ms:.0f} ms of each step are waited for"
     if not config.overlap_forward:
         return f"{found}: overlap_forward=True lets the next forward begin during the updates"
     if not config.update_in_backward:
         return f"{found}: a window, if there is device memory, or update_in_backward=True, if the loop allows it"
-    streamed = [held for held in optimizer.all_held() if held.host is not None]
-    if any(held.master_kind == "fp32" and held.param.dtype == torch.bfloat16 for held in streamed):
+    streamed = [state for state in runtime.all_states() if state.home is not None]
+    if any(state.master_kind == "fp32" and state.param.dtype == torch.bfloat16 for state in streamed):
         return f"{found}: master_weights='split' moves a sixth less and loses nothing (Adam and AdamW)"
     return f"{found}: the link is the limit; lower fraction if there is device memory"
 
 
-def make_receipt(optimizer: OffloadedOptimizer) -> Receipt:
+def make_receipt(runtime: Runtime) -> Receipt:
     """`optimizer.receipt()`. Waits for the device."""
-    engines = optimizer.engines
-    optimizer.synchronize()
+    engines = runtime.engines
+    runtime.synchronize()
     # With overlap the waits for a step end only in the iteration after it: the step before is the last complete one.
-    late = optimizer.config.overlap_forward or optimizer.config.update_in_backward
-    timers = [engine.timer for engine in engines if engine.timer is not None]
+    late = runtime.config.overlap_forward or runtime.config.update_in_backward
+    timers = [engine.transport.timer for engine in engines if engine.transport.is_open]
     times = [time for time in (timer.read() for timer in timers) if time]
     exposed = max(timer.exposed_ms(last=not late) for timer in timers) if times else None
-    link = min((engine.link_gb_per_s for engine in engines if engine.link_gb_per_s), default=None)
-    fetched, stored = optimizer.moved_bytes()
-    transfer = max(max(optimizer.last_moved) / link / 1e6, 1e3 * optimizer.last_host_s) if link else None
-    counters = [optimizer.rule.foreign_weights(engine.device) for engine in engines]
+    link = min((engine.transport.link_gb_per_s for engine in engines if engine.transport.link_gb_per_s), default=None)
+    fetched, stored = runtime.places.moved_bytes()
+    transfer = max(max(runtime.last_moved) / link / 1e6, 1e3 * runtime.last_host_s) if link else None
+    counters = [runtime.rule.external_writes(engine.device) for engine in engines]
     return Receipt(
-        steps=optimizer.steps,
-        bytes_fetched=optimizer.last_moved[0],
-        bytes_stored=optimizer.last_moved[1],
+        steps=runtime.steps,
+        bytes_fetched=runtime.last_moved[0],
+        bytes_stored=runtime.last_moved[1],
         total_bytes_fetched=fetched,
         total_bytes_stored=stored,
-        device_state_bytes=sum(optimizer.device_state_bytes(engine.device) for engine in engines),
-        host_state_bytes=sum(engine.host_bytes for engine in engines),
-        host_update_ms=1e3 * optimizer.last_host_s if any(engine.staging_bytes for engine in engines) else None,
+        device_state_bytes=sum(runtime.device_state_bytes(engine.device) for engine in engines),
+        host_state_bytes=sum(engine.transport.host_bytes for engine in engines),
+        host_update_ms=1e3 * runtime.last_host_s if any(engine.transport.staging_bytes for engine in engines) else None,
         lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},
         exposed_ms=exposed,
         hidden_ms=None if transfer is None or exposed is None else max(0.0, transfer - exposed),
         link_measured_gb_per_s=link,
         weights_written_by_others=(
-            sum(int(counter) for counter in counters if counter is not None) + optimizer.rule.foreign_on_host
+            sum(int(counter) for counter in counters if counter is not None) + runtime.rule.external_on_host
         ),
-        skipped_steps=optimizer.skipped_steps,
-        speculation_hits=optimizer.speculation.hits,
-        speculation_misses=optimizer.speculation.misses,
-        fallbacks=tuple(optimizer.fallbacks()),
-        advice=_advise(optimizer, exposed, transfer),
+        skipped_steps=runtime.skipped_steps,
+        speculation_hits=runtime.speculation.hits,
+        speculation_misses=runtime.speculation.misses,
+        fallbacks=tuple(runtime.fallbacks()),
+        advice=_advise(runtime, exposed, transfer),
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain-torch state in and out, from any plan to any plan. Called by `optimizer.py`.
+"""Plain-torch state in and out, from any plan to any plan.
 
 The format is torch's own: `{"state": {index: {name: value}}, "param_groups": [...]}`, tensors on the host, with one
 extra name, `master_weight`, where fp32 masters exist. Host tensors are handed out without a copy where they are kept
@@ -11,72 +11,71 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from offstage.engine import named_state
 from offstage.errors import ConfigError
 from offstage.optimizer.interrupts import deferred_interrupts
+from offstage.optimizer.runtime import Runtime
 from offstage.tensors import is_divided
-
-if TYPE_CHECKING:
-    from offstage.optimizer.optimizer import OffloadedOptimizer
 
 
 class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`: parameter → its state under torch's names. Reading drains, writing writes through."""
 
-    def __init__(self, optimizer: OffloadedOptimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        held = self._optimizer.held(param)
-        self._optimizer.drain_state()
-        return _ParamView(self, param, held.export())
+        state = self._runtime.state_of(param)
+        self._runtime.drain_state()
+        return _ParamView(self, param, named_state.export(state))
 
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
-        optimizer = self._optimizer
-        held, group = optimizer.held(param), optimizer.group_of()[param]
-        held.check(values)
-        optimizer.drain_state()
-        optimizer.before_overwrite()
+        runtime = self._runtime
+        state, group = runtime.state_of(param), runtime.group_of()[param]
+        named_state.check(state, values)
+        runtime.drain_state()
+        runtime.before_overwrite()
         with deferred_interrupts():
-            held.load(values, group)
+            named_state.load(state, values, group)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         self[param] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        self._optimizer.settle()
-        return (held.param for held in self._optimizer.all_held() if held.present or held.scalars)
+        self._runtime.settle()
+        return (state.param for state in self._runtime.all_states() if state.present or state.scalars)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
         try:
-            held = self._optimizer.held(param)  # type: ignore[arg-type]
+            state = self._runtime.state_of(param)  # type: ignore[arg-type]
         except KeyError:
             return False
-        self._optimizer.settle()
-        return bool(held.present or held.scalars)
+        self._runtime.settle()
+        return bool(state.present or state.scalars)
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
-        """`optimizer.state = values`: what torch code does to reset an optimizer."""
-        optimizer = self._optimizer
-        group_of = optimizer.group_of()
+        """`optimizer.state = values`: what torch code does to reset an runtime."""
+        runtime = self._runtime
+        group_of = runtime.group_of()
         for param in values:
             if param not in group_of:
                 raise ConfigError(
                     f"The new state is for a tensor of shape {tuple(param.shape)} that is not a parameter of this "
                     "optimizer; expected its own parameters only. Remove that entry."
                 )
-        optimizer.check_values(values)
-        optimizer.drain_state()
-        optimizer.before_overwrite()
+        runtime.check_values(values)
+        runtime.drain_state()
+        runtime.before_overwrite()
         with deferred_interrupts():
             for param, group in group_of.items():
-                optimizer.held(param).load(values.get(param, {}), group)
+                named_state.load(runtime.state_of(param), values.get(param, {}), group)
 
 
 class _ParamView(dict[str, Any]):
@@ -113,12 +112,12 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "update", "setdefault", "
     setattr(_ParamView, _name, _write_through(_name))
 
 
-def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+def save(optimizer: torch.optim.Optimizer, runtime: Runtime) -> dict[str, Any]:
     """`optimizer.state_dict()`."""
     for pre_hook in optimizer._optimizer_state_dict_pre_hooks.values():
         pre_hook(optimizer)
-    optimizer.check_not_lost()
-    optimizer.drain_state()
+    runtime.check_not_lost()
+    runtime.drain_state()
     index = {param: i for i, param in enumerate(_params(optimizer))}
     groups = []
     for group in optimizer.param_groups:
@@ -127,13 +126,15 @@ def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
         groups.append(packed)
     state = {}
     for param, i in index.items():  # one after the other: split masters that are resident are joined on the device
-        if exported := optimizer.held(param).export():
+        if exported := named_state.export(runtime.state_of(param)):
             state[i] = {name: _on_host(value) for name, value in exported.items()}
     if state:
-        # Ranks gather these name by name: all that have any state have the same names, whoever got which gradients.
+        # Ranks gather these name by name: all that have any state have the same names, whichever got which gradients.
         # Where a rank has none at all, torch's own functions make a first step for it.
         missing = {i: param for param, i in index.items() if i not in state and is_divided(param)}
-        first = {i: optimizer.held(param).export_first() for i, param in missing.items() if param.requires_grad}
+        first = {
+            i: named_state.export_first(runtime.state_of(param)) for i, param in missing.items() if param.requires_grad
+        }
         state = dict(sorted({**state, **{i: values for i, values in first.items() if values}}.items()))
     result: dict[str, Any] = {"state": state, "param_groups": groups}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
@@ -142,45 +143,47 @@ def save(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     return result
 
 
-def load(optimizer: OffloadedOptimizer, state_dict: Mapping[str, Any]) -> None:
+def load(optimizer: torch.optim.Optimizer, runtime: Runtime, state_dict: Mapping[str, Any]) -> None:
     """`optimizer.load_state_dict(state_dict)`. Everything is checked before the old state is touched."""
     loaded = dict(state_dict)
     for pre_hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = pre_hook(optimizer, loaded)
         loaded = loaded if replaced is None else replaced
-    optimizer.follow_groups()
-    groups = _checked_groups(optimizer, loaded)
+    runtime.follow_groups()
+    groups = _checked_groups(optimizer, runtime, loaded)
     saved_ids = list(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
     values = {param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)}
-    optimizer.check_values(values, groups)
-    optimizer.drop_trips()
-    optimizer.before_overwrite()
+    runtime.check_values(values, groups)
+    runtime.drop_iteration()
+    runtime.before_overwrite()
     with deferred_interrupts():
-        replace_groups(optimizer, groups)
-        for param, group in optimizer.group_of().items():
-            optimizer.held(param).load(values[param], group)
-        optimizer.forget_lost_step()
+        replace_groups(runtime, groups)
+        for param, group in runtime.group_of().items():
+            named_state.load(runtime.state_of(param), values[param], group)
+        runtime.forget_lost_step()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
-def replace_groups(optimizer: OffloadedOptimizer, groups: list[dict[str, Any]]) -> None:
+def replace_groups(runtime: Runtime, groups: list[dict[str, Any]]) -> None:
     """Give every group its saved options, in place, and room for the state they need; or leave them as they were."""
-    before = [dict(group) for group in optimizer.param_groups]
+    before = [dict(group) for group in runtime.groups]
     try:
-        for group, new in zip(optimizer.param_groups, groups, strict=True):
+        for group, new in zip(runtime.groups, groups, strict=True):
             kept: dict[str, Any] = {name: group[name] for name in ("params", "param_names") if name in group}
             group.clear()
             group.update({**kept, **new, "params": kept["params"]})
-        optimizer.follow_groups()
+        runtime.follow_groups()
     except BaseException:
-        for group, old in zip(optimizer.param_groups, before, strict=True):
+        for group, old in zip(runtime.groups, before, strict=True):
             group.clear()
             group.update(old)
         raise
 
 
-def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _checked_groups(
+    optimizer: torch.optim.Optimizer, runtime: Runtime, loaded: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """The saved groups with the defaults this torch version adds to old checkpoints."""
     if not isinstance(loaded, Mapping) or not {"state", "param_groups"} <= loaded.keys():
         found = sorted(map(str, loaded)) if isinstance(loaded, Mapping) else type(loaded).__name__
@@ -197,7 +200,7 @@ def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) ->
         )
     groups = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in saved])
     try:
-        return optimizer.with_class_defaults(groups)
+        return runtime.with_class_defaults(groups)
     except KeyError as error:
         raise ConfigError(
             f"The state dict's parameter groups lack {error}; expected the options of this optimizer: "
@@ -205,7 +208,7 @@ def _checked_groups(optimizer: OffloadedOptimizer, loaded: Mapping[str, Any]) ->
         ) from error
 
 
-def _params(optimizer: OffloadedOptimizer) -> list[torch.Tensor]:
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

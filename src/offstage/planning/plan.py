@@ -6,24 +6,15 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from offstage.config import OffloadConfig, format_size
+from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
 
 if TYPE_CHECKING:
     from offstage.planning.predict import Candidate, Prediction
-
-
-class Placement(enum.Enum):
-    """Where a parameter's state lives and is updated."""
-
-    RESIDENT = "resident"  # lives and updates on the device
-    STREAMED = "streamed"  # lives on the host, updates on the device
-    HOST = "host"  # lives and updates on the host
 
 
 HOST_CHUNK = 3

@@ -8,9 +8,9 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
-from offstage.config import format_size
+from offstage.config import Placement, format_size
 from offstage.errors import ConfigError
-from offstage.planning.plan import ParamSize, Placement, Plan
+from offstage.planning.plan import ParamSize, Plan
 from offstage.planning.predict import CHOSEN, Candidate, Prediction
 
 _MOST_ROWS = 24

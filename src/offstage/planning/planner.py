@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from offstage.config import OffloadConfig, format_size
+from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.planning.group_slots import with_slots
-from offstage.planning.plan import ParamSize, Placement, Plan, plan_placements
+from offstage.planning.plan import ParamSize, Plan, plan_placements
 from offstage.planning.predict import CHOSEN, Candidate, Prediction, Workload
 from offstage.planning.search import Search
 from offstage.planning.sizes import Source, param_sizes

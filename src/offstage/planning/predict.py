@@ -171,7 +171,7 @@ class Totals:
     weights: float
     params: float
     moved: float = 1.0
-    """Share that gets gradients."""
+    """PieceUpdate that gets gradients."""
 
     @classmethod
     def of(cls, sizes: Sequence[ParamSize], active_experts: float = 1.0) -> Totals:

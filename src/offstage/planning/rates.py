@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offstage.lanes.lanes import Lane, Lanes, lanes_for, on_device, use_lanes
+from offstage.lanes.lanes import Lane, Lanes, on_device
+from offstage.lanes.link import link_for, use_lanes
 from offstage.memory.arena import Arena
 from offstage.planning.machine import UPDATE_BYTES_PER_PARAM
 from offstage.rules import adamw_host
@@ -42,7 +43,7 @@ _IN_CACHE_CALLS = 400
 def measure_rates(device: torch.device, threads: int, host_free: int, device_free: int) -> dict[str, Any]:
     """The rates of a `Machine`, by field name. Takes at most 1 GiB of host and half a GiB of device memory for it."""
     with use_lanes(None):  # a test's lanes would be timed otherwise
-        lanes = lanes_for(device)
+        lanes = link_for(device).lanes()
     with on_device(device):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)  # start the driver now, and let nothing else be timed

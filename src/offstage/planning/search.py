@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from offstage.config import OffloadConfig, format_size
+from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError
-from offstage.planning.plan import HOST_SLOTS, Placement, Plan, host_slot_bytes, plan_placements
+from offstage.planning.plan import HOST_SLOTS, Plan, host_slot_bytes, plan_placements
 from offstage.planning.predict import (
     Candidate,
     Prediction,

@@ -18,7 +18,16 @@ import torch
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
 from offstage.lanes.lanes import on_device
-from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, Hyperparameters, ParamState, Rule, Share, StateKey, Turn
+from offstage.rules.rule import (
+    MASTER_KEY,
+    MASTER_LOW_KEY,
+    Hyperparameters,
+    ParamState,
+    ParamUpdate,
+    PieceUpdate,
+    Rule,
+    StateKey,
+)
 
 _PRINTS = 256  # fingerprints allocated at once
 _ROWS = 8  # coefficients for as many (group, step) at first
@@ -72,18 +81,18 @@ class AdamRule(Rule):
     def splits(self, device: torch.device) -> bool:
         return True
 
-    def begin(self, device: torch.device, turns: Sequence[Turn]) -> None:
+    def begin(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:
         """Bias corrections and lr are turned into coefficients here, on the device, one row per (group, step)."""
         scratch = self._scratch_of(device)
-        scratch.follow(turns[0].round)
-        for turn in turns:
-            if turn.on_host and turn.of.master_kind == "split":
-                scratch.observe(turn)
-        groups = {(turn.group_number, turn.step): turn.group for turn in turns}
+        scratch.follow(updates[0].iteration)
+        for update in updates:
+            if update.on_host and update.of.master_kind == "split":
+                scratch.observe(update)
+        groups = {(update.group_number, update.step): update.group for update in updates}
         new = [key for key in groups if key not in scratch.rows]
         if new:
             self._add_rows(scratch, {key: groups[key] for key in new})
-        if any(turn.on_host for turn in turns):
+        if any(update.on_host for update in updates):
             scratch.lower_rows()
 
     def _add_rows(self, scratch: _Scratch, groups: dict[tuple[int, int], dict[str, Any]]) -> None:
@@ -102,29 +111,29 @@ class AdamRule(Rule):
             ],
         )
 
-    def update(self, shares: Sequence[Share]) -> None:
-        for share in shares:
-            if share.stop > share.start:
-                self._update(share)
+    def update(self, pieces: Sequence[PieceUpdate]) -> None:
+        for piece in pieces:
+            if piece.stop > piece.start:
+                self._update(piece)
 
-    def _update(self, share: Share) -> None:
-        turn, state = share.turn, share.state
-        group, weight = turn.group, share.weight
+    def _update(self, piece: PieceUpdate) -> None:
+        update, state = piece.update, piece.state
+        group, weight = update.group, piece.weight
         scratch = self._scratch_of(weight.device)
-        kind = turn.of.master_kind
-        prints = scratch.prints(turn.of) if kind == "split" else None
-        if prints is not None and turn.updated == 0 and not turn.fresh:
-            scratch.kernels.fingerprint(turn.weight, prints[1])
-        turn.updated += weight.numel()
+        kind = update.of.master_kind
+        prints = scratch.prints(update.of) if kind == "split" else None
+        if prints is not None and update.updated == 0 and not update.fresh:
+            scratch.kernels.fingerprint(update.weight, prints[1])
+        update.updated += weight.numel()
         scratch.kernels.update(
             weight,
-            share.grad,
+            piece.grad,
             state["exp_avg"],
             state["exp_avg_sq"],
             state["max_exp_avg_sq"] if group["amsgrad"] else None,
             state.get(MASTER_KEY, state.get(MASTER_LOW_KEY)),
             master_kind=kind,
-            coefficients=scratch.rows[turn.group_number, turn.step],
+            coefficients=scratch.rows[update.group_number, update.step],
             prints=prints[:2] if prints is not None else None,
             foreign=scratch.foreign,
             beta1=float(group["betas"][0]),
@@ -133,81 +142,83 @@ class AdamRule(Rule):
             eps=float(group["eps"]),
             maximize=group["maximize"],
             decoupled=self._decoupled or group["decoupled_weight_decay"],
-            fresh=turn.fresh,
+            fresh=update.fresh,
         )
-        if prints is not None and turn.updated == turn.weight.numel():
-            scratch.kernels.fingerprint(turn.weight, prints[0])
+        if prints is not None and update.updated == update.weight.numel():
+            scratch.kernels.fingerprint(update.weight, prints[0])
 
-    def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
+    def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
         return [
-            functools.partial(self._run, once, start, min(start + _SLICE, share.stop - share.start))
-            for share in shares
-            for once in (_Once(functools.partial(self._prepare, share)),)
-            for start in range(0, share.stop - share.start, _SLICE)
+            functools.partial(self._run, once, start, min(start + _SLICE, piece.stop - piece.start))
+            for piece in pieces
+            for once in (_Once(functools.partial(self._prepare, piece)),)
+            for start in range(0, piece.stop - piece.start, _SLICE)
         ]
 
-    def _prepare(self, share: Share) -> Callable[[int, int], int]:
-        """The update of `share` on the host. The coefficients are the device's own floats."""
+    def _prepare(self, piece: PieceUpdate) -> Callable[[int, int], int]:
+        """The update of `piece` on the host. The coefficients are the device's own floats."""
         from offstage.rules import adamw_host
 
-        turn, state, group = share.turn, share.state, share.turn.group
-        scratch = self._scratch_of(turn.of.param.device)
-        kind = turn.of.master_kind
+        update, state, group = piece.update, piece.state, piece.update.group
+        scratch = self._scratch_of(update.of.param.device)
+        kind = update.of.master_kind
         return adamw_host.prepare(
-            share.weight,
-            share.grad,
+            piece.weight,
+            piece.grad,
             state["exp_avg"],
             state["exp_avg_sq"],
             state["max_exp_avg_sq"] if group["amsgrad"] else None,
             state.get(MASTER_KEY, state.get(MASTER_LOW_KEY)),
             master_kind=kind,
-            coefficients=scratch.host_row(turn),
-            prints=scratch.host_prints(turn.of)[:2] if kind == "split" else None,
+            coefficients=scratch.host_row(update),
+            prints=scratch.host_prints(update.of)[:2] if kind == "split" else None,
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
             weight_decay=float(group["weight_decay"]),
             eps=float(group["eps"]),
             maximize=bool(group["maximize"]),
             decoupled=bool(self._decoupled or group["decoupled_weight_decay"]),
-            fresh=turn.fresh,
+            fresh=update.fresh,
         )
 
-    def _run(self, piece: _Once, start: int, stop: int) -> None:
-        self.count_foreign(piece()(start, stop))
+    def _run(self, prepared: _Once, start: int, stop: int) -> None:
+        self.count_external(prepared()(start, stop))
 
-    def raised(self, device: torch.device, turn: Turn) -> None:
-        if turn.of.master_kind == "split":
+    def weights_up(self, device: torch.device, update: ParamUpdate) -> None:
+        if update.of.master_kind == "split":
             scratch = self._scratch_of(device)
-            scratch.kernels.fingerprint(turn.weight, scratch.prints(turn.of)[0])
+            scratch.kernels.fingerprint(update.weight, scratch.prints(update.of)[0])
 
-    def finish(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            state = turn.of
+    def finish(self, updates: Sequence[ParamUpdate]) -> None:
+        for update in updates:
+            state = update.of
             if "step" not in state.scalars:
                 state.scalars["step"] = torch.tensor(0.0)
-            state.scalars["step"].fill_(turn.step)  # in place: a state dict that was handed out counts on, as in torch
+            state.scalars["step"].fill_(
+                update.step
+            )  # in place: a state dict that was handed out counts on, as in torch
             # There may be room for more than the options use: a load that asked for it was taken back.
-            unused = frozenset() if turn.group["amsgrad"] else frozenset({"max_exp_avg_sq"}) - state.present
+            unused = frozenset() if update.group["amsgrad"] else frozenset({"max_exp_avg_sq"}) - state.present
             state.present = frozenset(key.name for key in state.keys) - unused
 
-    def remember(self, device: torch.device, turn: Turn) -> None:
+    def remember(self, device: torch.device, update: ParamUpdate) -> None:
         scratch = self._scratch_of(device)
-        if scratch.remembered != turn.round:
+        if scratch.remembered != update.iteration:
             scratch.foreign_before.copy_(scratch.foreign)
-            scratch.remembered = turn.round
-        if turn.of.master_kind == "split":
-            expected, _, before = scratch.prints(turn.of)
+            scratch.remembered = update.iteration
+        if update.of.master_kind == "split":
+            expected, _, before = scratch.prints(update.of)
             before.copy_(expected)
 
-    def revert(self, device: torch.device, turns: Sequence[Turn]) -> None:
+    def revert(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:
         scratch = self._scratch_of(device)
         scratch.foreign.copy_(scratch.foreign_before)
-        for turn in turns:
-            if turn.of.master_kind == "split":
-                expected, _, before = scratch.prints(turn.of)
+        for update in updates:
+            if update.of.master_kind == "split":
+                expected, _, before = scratch.prints(update.of)
                 expected.copy_(before)
 
-    def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
+    def external_writes(self, device: torch.device) -> torch.Tensor | None:
         return self._scratch[device].foreign if device in self._scratch else None
 
     def expect_weight(self, state: ParamState, weights: Iterable[tuple[int | torch.Tensor, torch.Tensor]]) -> None:
@@ -241,9 +252,9 @@ class AdamRule(Rule):
 class _Scratch:
     """A device's few numbers: written and read on its update lane only, so the lane's order guards them.
 
-    What updates on the host need of them is copied down on the same lane, when a round begins (`lower_rows`,
-    `observe`), before any of its gradients come down. `raised` writes a fingerprint on the raise lane: the caller has
-    waited for it before the next round.
+    What updates on the host need of them is copied down on the same lane, when a step begins (`lower_rows`,
+    `observe`), before any of its gradients come down. `weights_up` writes a fingerprint on the lane of weights that go
+    up: the caller has waited for it before the next step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -253,7 +264,7 @@ class _Scratch:
         self.foreign_before = torch.zeros(1, dtype=torch.int64, device=device)
         self.remembered = -1
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
-        self._round = -1
+        self._iteration = -1
         self._coefficients = torch.empty(_ROWS, 3, dtype=torch.float32, device=device)
         self._inputs = torch.empty(5, _ROWS, dtype=torch.float32, device=device)
         self._unused_prints: list[torch.Tensor] = []
@@ -262,10 +273,10 @@ class _Scratch:
         self._unused_host_prints: list[torch.Tensor] = []
         self._host_prints: WeakKeyDictionary[ParamState, _Cells] = WeakKeyDictionary()
 
-    def follow(self, round: int) -> None:
+    def follow(self, iteration: int) -> None:
         """Rows are of one step: the next one begins with none."""
-        if round != self._round:
-            self._round = round
+        if iteration != self._iteration:
+            self._iteration = iteration
             self.rows, self._host_rows = {}, {}
 
     def add_rows(self, keys: Sequence[tuple[int, int]]) -> torch.Tensor:
@@ -305,15 +316,15 @@ class _Scratch:
             table.copy_(torch.stack([self.rows[key] for key in new]), non_blocking=True)
             self._host_rows.update(zip(new, table, strict=True))
 
-    def host_row(self, turn: Turn) -> torch.Tensor:
-        return self._host_rows[turn.group_number, turn.step]
+    def host_row(self, update: ParamUpdate) -> torch.Tensor:
+        return self._host_rows[update.group_number, update.step]
 
-    def observe(self, turn: Turn) -> None:
+    def observe(self, update: ParamUpdate) -> None:
         """Take the fingerprint of the weight as it is now, and bring it to the host with the expected one."""
-        expected, observed, _ = self.prints(turn.of)
-        if turn.weight.numel():
-            self.kernels.fingerprint(turn.weight, observed)
-        for cell, host in zip((expected, observed), self.host_prints(turn.of), strict=False):
+        expected, observed, _ = self.prints(update.of)
+        if update.weight.numel():
+            self.kernels.fingerprint(update.weight, observed)
+        for cell, host in zip((expected, observed), self.host_prints(update.of), strict=False):
             host.copy_(cell, non_blocking=True)
 
     def host_prints(self, state: ParamState) -> _Cells:

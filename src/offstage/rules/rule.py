@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from offstage.tensors import local_of
+from offstage.config import Placement
+from offstage.errors import ConfigError
+from offstage.tensors import local_of, order_of
 
 MASTER_KEY = "master_weight"
 """fp32 masters: the key of their arena, and the name under which any master appears in a state dict."""
@@ -43,17 +46,35 @@ class Hyperparameters:
     step: int
 
 
+class StateHome(Protocol):
+    """Where state that is off the device is kept."""
+
+    def tensor(self, index: int, key: str) -> torch.Tensor:
+        """The flat tensor of `key` of the parameter at position `index`, in a storage of its own size."""
+
+
 @dataclass(eq=False)
 class ParamState:
-    """What a rule needs to know of a parameter besides its state tensors; the optimizer keeps one per parameter."""
+    """One parameter's state: which keys it has, which of them hold values, and where they are kept."""
 
     param: torch.Tensor
     name: str
     keys: tuple[StateKey, ...]
+    rule: Rule = field(kw_only=True)
     scalars: dict[str, Any] = field(default_factory=dict)
     """State that is one number per parameter: `step`, `mu_product`, … On the host for Adam and AdamW."""
     present: frozenset[str] = frozenset()
     """The keys that hold values. A key that torch has not created yet stays absent."""
+    placement: Placement = Placement.RESIDENT
+    resident: dict[str, torch.Tensor] = field(default_factory=dict)
+    """RESIDENT: one flat device tensor per key."""
+    home: StateHome | None = None
+    index: int = 0
+    """STREAMED, HOST: its position in its home."""
+
+    def __post_init__(self) -> None:
+        self._made_for = _kind(self.local)
+        _alive.add(self)
 
     @property
     def local(self) -> torch.Tensor:
@@ -65,9 +86,42 @@ class ParamState:
         names = {key.name for key in self.keys}
         return "fp32" if MASTER_KEY in names else "split" if MASTER_LOW_KEY in names else None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(key.numel(self.local) * key.dtype.itemsize for key in self.keys)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The flat tensor in which `name` is kept, without a copy and with a storage of its own size."""
+        return self.resident[name] if self.home is None else self.home.tensor(self.index, name)
+
+    def check_unmoved(self) -> None:
+        """Raise if the parameter is no longer what the state was made for."""
+        now = _kind(self.local)
+        if now != self._made_for:
+            raise ConfigError(
+                f"Parameter {self.name!r} was {_describe(*self._made_for)} at offload() and is {_describe(*now)} now. "
+                "Move and convert the model first (model.to(...)), then build the optimizer and call offload()."
+            )
+
+
+_alive: weakref.WeakSet[ParamState] = weakref.WeakSet()
+
+
+def has_state(param: torch.Tensor) -> bool:
+    """Whether an offloaded optimizer keeps state of `param`."""
+    return any(state.param is param for state in _alive)
+
+
+def _kind(param: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
+    return param.device, param.dtype, param.shape, order_of(param)
+
+
+def _describe(device: torch.device, dtype: torch.dtype, shape: torch.Size, order: tuple[int, ...]) -> str:
+    return f"{dtype} {tuple(shape)} on {device} (memory order {order})"
+
 
 @dataclass(eq=False)
-class Turn:
+class ParamUpdate:
     """One parameter's part in one step: everything that could change before the update runs, taken at step()."""
 
     of: ParamState
@@ -81,12 +135,12 @@ class Turn:
     weight: torch.Tensor
     grad: torch.Tensor
     """All of the parameter and of its gradient, flat, in the parameter's memory order."""
-    round: int = 0
+    iteration: int = 0
     """Which step of the optimizer, counting those that were taken back."""
     on_host: bool = False
     """The CPU updates it."""
     updated: int = 0
-    """How many elements have been updated, or raised; counted on the lane that does it."""
+    """How many elements have been updated, or weights_up; counted on the lane that does it."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """What the update made of the parameter's scalars."""
     created: frozenset[str] = frozenset()
@@ -94,23 +148,23 @@ class Turn:
 
 
 @dataclass(eq=False)
-class Share:
+class PieceUpdate:
     """A piece of one parameter with everything its update needs. All tensors are flat and in one place."""
 
-    turn: Turn
+    update: ParamUpdate
     start: int
     stop: int
     state: dict[str, torch.Tensor]
-    lowered: tuple[torch.Tensor, torch.Tensor] | None = None
+    host_copies: tuple[torch.Tensor, torch.Tensor] | None = None
     """Weight and gradient of the piece on the host, if it is updated there."""
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.turn.weight[self.start : self.stop] if self.lowered is None else self.lowered[0]
+        return self.update.weight[self.start : self.stop] if self.host_copies is None else self.host_copies[0]
 
     @property
     def grad(self) -> torch.Tensor:
-        return self.turn.grad[self.start : self.stop] if self.lowered is None else self.lowered[1]
+        return self.update.grad[self.start : self.stop] if self.host_copies is None else self.host_copies[1]
 
     @property
     def first(self) -> bool:
@@ -118,13 +172,13 @@ class Share:
 
     @property
     def last(self) -> bool:
-        return self.stop == self.turn.weight.numel()
+        return self.stop == self.update.weight.numel()
 
 
 class Rule(ABC):
     """One optimizer family.
 
-    `begin` and `update` run on the update lane, `slices` in threads of the host, `raised` on the raise lane.
+    `begin` and `update` run on the update lane, `slices` in threads of the host, `weights_up` on the raise lane.
     """
 
     rate_is_known = False
@@ -134,7 +188,7 @@ class Rule(ABC):
     whole = False
     """Whether it looks at whole parameters, so that a shard is not enough."""
     title = "this optimizer"
-    foreign_on_host = 0
+    external_on_host = 0
     """How many weights someone else wrote, as seen by updates on the host."""
     _counting = threading.Lock()
 
@@ -153,35 +207,35 @@ class Rule(ABC):
     def splits(self, device: torch.device) -> bool:
         """Whether chunks may split parameters on `device` without changing a bit."""
 
-    def begin(self, device: torch.device, turns: Sequence[Turn]) -> None:  # noqa: B027
-        """Before the first update of `turns`. All turns of one step and device are of one `round`."""
+    def begin(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:  # noqa: B027
+        """Before the first update of `updates`. All updates of one step and device are of one `round`."""
 
     @abstractmethod
-    def update(self, shares: Sequence[Share]) -> None:
+    def update(self, pieces: Sequence[PieceUpdate]) -> None:
         """Update weights and state in place."""
 
     @abstractmethod
-    def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
-        """The update of `shares`, whose weights and gradients are on the host, in parts for threads to share."""
+    def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
+        """The update of `pieces`, whose weights and gradients are on the host, in parts for threads to piece."""
 
-    def count_foreign(self, count: int) -> None:
+    def count_external(self, count: int) -> None:
         """Called by threads of the host."""
         if count:
             with self._counting:
-                self.foreign_on_host += count
+                self.external_on_host += count
 
-    def raised(self, device: torch.device, turn: Turn) -> None:  # noqa: B027
-        """After the last update of `turn` on the host, on a lane of `device`: its weight is there again."""
+    def weights_up(self, device: torch.device, update: ParamUpdate) -> None:  # noqa: B027
+        """After the last update of `update` on the host, on a lane of `device`: its weight is there again."""
 
     @abstractmethod
-    def finish(self, turns: Sequence[Turn]) -> None:
+    def finish(self, updates: Sequence[ParamUpdate]) -> None:
         """Once per parameter and step, after its last update: advance what counts steps."""
 
-    def remember(self, device: torch.device, turn: Turn) -> None:  # noqa: B027
-        """Before a speculative update, on the update lane: keep what the rule itself has on `device` for `turn`."""
+    def remember(self, device: torch.device, update: ParamUpdate) -> None:  # noqa: B027
+        """Before a speculative update, on the update lane: keep what the rule itself has on `device` for `update`."""
 
-    def revert(self, device: torch.device, turns: Sequence[Turn]) -> None:  # noqa: B027
-        """The speculative updates of `turns` do not count: bring back what was remembered."""
+    def revert(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:  # noqa: B027
+        """The speculative updates of `updates` do not count: bring back what was remembered."""
 
     def signature(self, group: dict[str, Any]) -> Any:
         """What of a group's hyperparameters decides which state is kept: if it changes, state is laid out anew."""
@@ -210,6 +264,6 @@ class Rule(ABC):
         """Whether the weight that split masters were made for is still there. Waits for the device."""
         return True
 
-    def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
+    def external_writes(self, device: torch.device) -> torch.Tensor | None:
         """How many weights someone else wrote between our steps ([Note: who wrote the weight]), counted on `device`."""
         return None

@@ -18,7 +18,7 @@ from torch import optim
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
-from offstage.rules.rule import MASTER_KEY, Rule, Share, StateKey, Turn
+from offstage.rules.rule import MASTER_KEY, ParamUpdate, PieceUpdate, Rule, StateKey
 from offstage.tensors import as_param
 
 Group = dict[str, Any]
@@ -112,82 +112,82 @@ class TorchRule(Rule):
         # would change bits.
         return self._class in ELEMENTWISE and device.type != "cpu"
 
-    def update(self, shares: Sequence[Share]) -> None:
+    def update(self, pieces: Sequence[PieceUpdate]) -> None:
         groups: dict[int, Group] = {}
         inner_state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        targets = [self._prepare(share, inner_state) for share in shares]
-        for share, target in zip(shares, targets, strict=True):
-            number = share.turn.group_number
-            groups.setdefault(number, _options(share))["params"].append(target)
+        targets = [self._prepare(piece, inner_state) for piece in pieces]
+        for piece, target in zip(pieces, targets, strict=True):
+            number = piece.update.group_number
+            groups.setdefault(number, _options(piece))["params"].append(target)
         inner = shell_of(self._inner)  # one for each call: host and device update at the same time
         inner.state, inner.param_groups = inner_state, list(groups.values())
         # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
         self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
-        for share, target in zip(shares, targets, strict=True):
-            self._collect(share, target, inner_state[target])
+        for piece, target in zip(pieces, targets, strict=True):
+            self._collect(piece, target, inner_state[target])
 
-    def slices(self, shares: Sequence[Share]) -> list[Callable[[], None]]:
+    def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
         # torch has threads of its own for the elements of a tensor.
-        return [functools.partial(self.update, shares)]
+        return [functools.partial(self.update, pieces)]
 
-    def finish(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            turn.of.scalars, turn.of.present = turn.scalars, turn.created
+    def finish(self, updates: Sequence[ParamUpdate]) -> None:
+        for update in updates:
+            update.of.scalars, update.of.present = update.scalars, update.created
 
-    def remember(self, device: torch.device, turn: Turn) -> None:
-        if self._remembered.get(device) != turn.round and device in self._foreign:
+    def remember(self, device: torch.device, update: ParamUpdate) -> None:
+        if self._remembered.get(device) != update.iteration and device in self._foreign:
             self._foreign_before[device] = self._foreign[device].clone()
-            self._remembered[device] = turn.round
+            self._remembered[device] = update.iteration
 
-    def revert(self, device: torch.device, turns: Sequence[Turn]) -> None:
+    def revert(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:
         if device in self._foreign:
             before = self._foreign_before.get(device)
             self._foreign[device].copy_(before if before is not None else torch.zeros_like(self._foreign[device]))
 
-    def foreign_weights(self, device: torch.device) -> torch.Tensor | None:
+    def external_writes(self, device: torch.device) -> torch.Tensor | None:
         return self._foreign.get(device)
 
-    def _prepare(self, share: Share, inner_state: dict[torch.Tensor, dict[str, Any]]) -> torch.Tensor:
+    def _prepare(self, piece: PieceUpdate, inner_state: dict[torch.Tensor, dict[str, Any]]) -> torch.Tensor:
         """The tensor the inner optimizer updates: the weight, or the fp32 master; with its gradient and state."""
-        turn = share.turn
-        weight, grad = share.weight, share.grad
-        if MASTER_KEY in share.state:
-            master = share.state[MASTER_KEY]
-            self._refresh(master, weight, share)
+        update = piece.update
+        weight, grad = piece.weight, piece.grad
+        if MASTER_KEY in piece.state:
+            master = piece.state[MASTER_KEY]
+            self._refresh(master, weight, piece)
             weight = master
-        target = _shaped(share, weight.detach())
-        target.grad = _shaped(share, grad.to(target.dtype))
-        for key in turn.of.keys:
-            if key.name in turn.of.present and key.name != MASTER_KEY:
-                inner_state[target][key.name] = _shaped(share, share.state[key.name], key)
-        for name, value in turn.of.scalars.items():
+        target = _shaped(piece, weight.detach())
+        target.grad = _shaped(piece, grad.to(target.dtype))
+        for key in update.of.keys:
+            if key.name in update.of.present and key.name != MASTER_KEY:
+                inner_state[target][key.name] = _shaped(piece, piece.state[key.name], key)
+        for name, value in update.of.scalars.items():
             inner_state[target][name] = value.clone() if isinstance(value, torch.Tensor) else value
         return target
 
-    def _collect(self, share: Share, target: torch.Tensor, result: dict[str, Any]) -> None:
-        turn = share.turn
-        names = {key.name for key in turn.of.keys}
-        for key in turn.of.keys:
+    def _collect(self, piece: PieceUpdate, target: torch.Tensor, result: dict[str, Any]) -> None:
+        update = piece.update
+        names = {key.name for key in update.of.keys}
+        for key in update.of.keys:
             kept = result.get(key.name)
             if kept is None:
                 continue
-            place = _shaped(share, share.state[key.name], key)
+            place = _shaped(piece, piece.state[key.name], key)
             if kept.data_ptr() != place.data_ptr():  # created by this step
                 place.copy_(kept)
-        masters = {MASTER_KEY} & share.state.keys()
-        turn.created = frozenset(names & result.keys()) | masters
-        turn.scalars = {name: value for name, value in result.items() if name not in names}
+        masters = {MASTER_KEY} & piece.state.keys()
+        update.created = frozenset(names & result.keys()) | masters
+        update.scalars = {name: value for name, value in result.items() if name not in names}
         if masters:
-            share.weight.copy_(share.state[MASTER_KEY])
+            piece.weight.copy_(piece.state[MASTER_KEY])
 
-    def _refresh(self, master: torch.Tensor, weight: torch.Tensor, share: Share) -> None:
+    def _refresh(self, master: torch.Tensor, weight: torch.Tensor, piece: PieceUpdate) -> None:
         """Where the weight is no longer the rounded master, the weight wins ([Note: who wrote the weight])."""
         same_bits = master.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
         foreign = ~(same_bits | (master.isnan() & weight.isnan()))
         master.copy_(torch.where(foreign, weight.to(torch.float32), master))
-        if share.lowered is not None:
-            self.count_foreign(0 if share.turn.fresh else int(foreign.sum()))
-        elif not share.turn.fresh:
+        if piece.host_copies is not None:
+            self.count_external(0 if piece.update.fresh else int(foreign.sum()))
+        elif not piece.update.fresh:
             counter = self._foreign.get(weight.device)
             if counter is None:
                 counter = self._foreign[weight.device] = torch.zeros(1, dtype=torch.int64, device=weight.device)
@@ -203,10 +203,10 @@ def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:
     return inner
 
 
-def _options(share: Share) -> Group:
+def _options(piece: PieceUpdate) -> Group:
     """The group's hyperparameters for the inner optimizer; on the host, without what only a device can do."""
-    group: Group = {**share.turn.group, "params": []}
-    if share.lowered is not None:
+    group: Group = {**piece.update.group, "params": []}
+    if piece.host_copies is not None:
         if group.get("capturable"):
             group["capturable"] = False
         if isinstance(group.get("lr"), torch.Tensor):
@@ -214,11 +214,11 @@ def _options(share: Share) -> Group:
     return group
 
 
-def _shaped(share: Share, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:
+def _shaped(piece: PieceUpdate, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:
     """`flat` as the inner optimizer should see it: a whole parameter in its own shape, a piece flat."""
-    param = share.turn.of.local
+    param = piece.update.of.local
     if key is not None and key.shape is not None:
         return flat.view(key.shape)
-    if share.first and share.last:
+    if piece.first and piece.last:
         return as_param(flat, param)
     return flat.view(-1)

@@ -41,7 +41,7 @@ MOST_SPANS = 400
 NUM_BINS = 120
 """Of the link's use over time."""
 
-_CARRIES = (Lane.FETCH, Lane.STORE, Lane.LOWER, Lane.RAISE)
+_CARRIES = (Lane.FETCH, Lane.STORE, Lane.GRADIENTS_DOWN, Lane.WEIGHTS_UP)
 _UP, _DOWN = ("fetch", "raise"), ("store", "lower")
 _SPAN = "offstage: "
 """How the names of spans begin in which lanes launch work (`lanes.py`)."""

@@ -25,7 +25,7 @@ import torch
 
 from offstage.checkpoint.ranks import Ranks
 from offstage.errors import ConfigError, OffstageError
-from offstage.optimizer.optimizer import OffloadedOptimizer, offload
+from offstage.optimizer.optimizer import OffloadedOptimizer, offload, runtime_of
 from offstage.planning.machine import measure_machine
 from offstage.train import sampling
 from offstage.train.activation_mode import activation_mode
@@ -187,12 +187,12 @@ class Training:
             group["lr"] = lr  # before backward, which may update already
         loss = self.passes.gradients(self.feed.take(), optimizer, self._mark)
         self.feed.prepare()
-        skipped_before = optimizer.skipped_steps
+        skipped_before = runtime_of(optimizer).skipped_steps
         norm = self._clip()
         self._mark("step")
         optimizer.step()
         optimizer.zero_grad()
-        skipped = optimizer.skipped_steps > skipped_before
+        skipped = runtime_of(optimizer).skipped_steps > skipped_before
         self.step = step
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._show(self.meter.end(step, self.parallel.mean(loss), norm, lr, skipped=skipped))
@@ -377,7 +377,7 @@ class Training:
                 self._sinks.append(TensorBoard(self.folder.tensorboard))
 
     def _write_receipt(self) -> None:
-        if self.parallel.first and self.optimizer.steps:
+        if self.parallel.first and runtime_of(self.optimizer).steps:
             self.folder.write_json(self.folder.receipt, dataclasses.asdict(self.optimizer.receipt()))
 
     @property
@@ -387,7 +387,7 @@ class Training:
 
     def _write_prediction(self) -> None:
         """What the planner would have said of this run, given how long forward and backward took; for the report."""
-        if self._predicts and self.optimizer.steps:
+        if self._predicts and runtime_of(self.optimizer).steps:
             plan = predicted_plan(self.optimizer, self.config, self.meter, self.parallel.device)
             if plan is not None:
                 about = self.folder.read_json(self.folder.run)
@@ -412,7 +412,7 @@ class Training:
             loss=self._last_row.loss if self._last_row is not None else None,
             eval_loss=self.eval_loss,
             checkpoint=newest,
-            skipped=self.optimizer.skipped_steps,
+            skipped=runtime_of(self.optimizer).skipped_steps,
             stopped_by=name,
         )
 

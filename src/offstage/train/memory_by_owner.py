@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.tensors import local_of
 
@@ -58,10 +58,11 @@ class Owners:
         if not isinstance(self._optimizer, OffloadedOptimizer):
             return 0, 0
         ring = window = 0
-        for engine in self._optimizer.engines:
+        for engine in runtime_of(self._optimizer).engines:
             if _same(engine.device, self._device):
-                own = min(engine.slot_bytes, engine.planned_bytes)
-                ring, window = ring + own, window + engine.slot_bytes - own
+                pipeline = engine.transport.pipeline
+                own = min(pipeline.device_bytes, pipeline.num_slots * pipeline.slot_bytes)
+                ring, window = ring + own, window + pipeline.device_bytes - own
         return ring, window
 
     def _all_weights(self) -> Iterator[torch.Tensor]:
@@ -78,14 +79,14 @@ def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[t
         if param.grad is not None and not isinstance(param.grad, DroppedGradient):
             yield param.grad
     if isinstance(optimizer, OffloadedOptimizer):  # taken by updates that the caller's stream has not waited for
-        for engine in optimizer.engines:
+        for engine in runtime_of(optimizer).engines:
             for pending in list(engine.pending.values()):
-                yield pending.turn.grad
+                yield pending.update.grad
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     if isinstance(optimizer, OffloadedOptimizer):
-        for held in optimizer.all_held():
+        for held in runtime_of(optimizer).all_states():
             yield from held.resident.values()
         return
     for values in optimizer.state.values():

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from offstage.errors import OffstageError
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.train.run_folder import named
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -117,7 +117,7 @@ class Meter:
         values = self._buffers[step % 2]
         unknown = torch.full((), math.nan, device=loss.device)
         both = torch.stack([one.detach().double() for one in (loss, unknown if norm is None else norm)])
-        moved = (0, 0) if skipped else self._optimizer.last_moved
+        moved = (0, 0) if skipped else runtime_of(self._optimizer).last_moved
         before = self.flush(queued=not skipped)
         values.copy_(both, non_blocking=True)
         self._underway = _Underway(
@@ -129,7 +129,7 @@ class Meter:
             end=self._stamp(),
             phases=self._phases,
             moved=moved,
-            host_s=self._optimizer.last_host_s,
+            host_s=runtime_of(self._optimizer).last_host_s,
             skipped=skipped,
         )
         return before
@@ -171,11 +171,12 @@ class Meter:
             self._recent.setdefault(phase, deque(maxlen=self.RECENT)).append(ms)
 
     def _exposed_ms(self, *, last: bool) -> float | None:
-        timers = [engine.timer for engine in self._optimizer.engines if engine.timer is not None]
+        timers = [one.transport.timer for one in runtime_of(self._optimizer).engines if one.transport.is_open]
         return round(max(timer.exposed_ms(last=last) for timer in timers), 3) if timers else None
 
     def _hidden_ms(self, underway: _Underway, exposed: float | None) -> float | None:
-        link = min((one.link_gb_per_s for one in self._optimizer.engines if one.link_gb_per_s), default=None)
+        rates = [engine.transport.link_gb_per_s for engine in runtime_of(self._optimizer).engines]
+        link = min((rate for rate in rates if rate), default=None)
         if link is None or exposed is None:
             return None
         busy = max(max(underway.moved) / link / 1e6, 1e3 * underway.host_s)

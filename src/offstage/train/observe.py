@@ -42,7 +42,7 @@ from torch import nn
 from offstage.activations.layers import layers_of
 from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lanes
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.train.cpu_use import CpuUse
 from offstage.train.lane_spans import COMPUTE, DeviceTrace, LaneWatch, Span, Spans, busy_ms, link_use, merged
 from offstage.train.memory_by_owner import OWNERS, Allocations, Owners
@@ -156,8 +156,8 @@ class Observer:
     @contextlib.contextmanager
     def _leaving_out_slots(self, allocations: Allocations) -> Iterator[None]:
         """Slots are counted by whoever has them."""
-        engines = self._optimizer.engines if isinstance(self._optimizer, OffloadedOptimizer) else []
-        lanes = [engine.lanes for engine in engines if engine.lanes is not None]
+        engines = runtime_of(self._optimizer).engines if isinstance(self._optimizer, OffloadedOptimizer) else []
+        lanes = [engine.transport.lanes for engine in engines if engine.transport.is_open]
         for one in lanes:
             vars(one)["empty"] = allocations.leave_out(one.empty)
         try:
@@ -345,8 +345,8 @@ def _inside_compiled(model: nn.Module) -> set[nn.Module]:
 
 def _lanes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Lanes]:
     """Of the optimizer, and of activations that leave."""
-    engines = optimizer.engines if isinstance(optimizer, OffloadedOptimizer) else []
-    found = [engine.lanes for engine in engines if engine.lanes is not None]
+    engines = runtime_of(optimizer).engines if isinstance(optimizer, OffloadedOptimizer) else []
+    found = [engine.transport.lanes for engine in engines if engine.transport.is_open]
     handle = getattr(model, "_offstage_activations", None)
     offload = handle.offload if handle is not None else None
     return [*found, *(side.lanes for side in getattr(offload, "_sides", {}).values())]

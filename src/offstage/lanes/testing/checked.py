@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from offstage.lanes.host_threads import HostThreads, Slice
-from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work, lanes_for, use_lanes
+from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work
+from offstage.lanes.link import link_for, use_lanes
 from offstage.lanes.testing.happens_before import HOST, Clock, Clocks
 
 _CALLER = Lane.CALLER.value
@@ -31,7 +32,7 @@ class CheckedLanes(Lanes):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         with use_lanes(None):
-            self._inner = lanes_for(device)
+            self._inner = link_for(device).lanes()
         self._clocks = Clocks()
         self.accesses = 0
         """Buffers looked at so far."""
@@ -44,10 +45,10 @@ class CheckedLanes(Lanes):
         after: Mapping[str, _Moment | None],
         reads: Buffers = (),
         writes: Buffers = (),
-        can_wait: bool = False,
+        low_priority: bool = False,
     ) -> _Moment:
         marks, clock = self._checked(lane, after, reads, writes)
-        return self._inner.submit(lane, work, after=marks, can_wait=can_wait), clock
+        return self._inner.submit(lane, work, after=marks, low_priority=low_priority), clock
 
     def submit_on_host(
         self,
@@ -108,8 +109,8 @@ class CheckedLanes(Lanes):
         self._inner.synchronize(reason)
         self._clocks.wait_for_all(HOST, but=_CALLER)
 
-    def patiently(self) -> contextlib.AbstractContextManager[Any]:
-        return self._inner.patiently()
+    def blocking(self) -> contextlib.AbstractContextManager[Any]:
+        return self._inner.blocking()
 
     def has_promised(self) -> bool:
         return self._inner.has_promised()
@@ -138,8 +139,8 @@ class CheckedLanes(Lanes):
     def allocated_bytes(self) -> int | None:
         return self._inner.allocated_bytes()
 
-    def announce(self, mark: _Moment) -> None:
-        self._inner.announce(mark[0])
+    def prioritise(self, mark: _Moment) -> None:
+        self._inner.prioritise(mark[0])
 
     def peak_bytes(self) -> int:
         return self._inner.peak_bytes()

@@ -72,7 +72,7 @@ class LazyLanes(Lanes):
         after: Mapping[str, _Work | None],
         reads: Buffers = (),
         writes: Buffers = (),
-        can_wait: bool = False,
+        low_priority: bool = False,
     ) -> _Work:
         before = [mark for reason, mark in after.items() if mark is not None and self.waits.keeps(reason)]
         ordered = lane not in UNORDERED

@@ -2,7 +2,7 @@
 """`DroppedGradient`: what is left in `p.grad` after an update in backward. Any use of it raises.
 
 `None` would do as a value, but `torch.nn.utils.clip_grad_norm_` skips parameters without a gradient and would return
-0 as if it had clipped. Set by `overlap.py`; `step()` removes it.
+0 as if it had clipped. `step()` removes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DroppedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Whatever wants the values is told where they went."""
+        """Any use of the values says where they went."""
         everything = torch.utils._pytree.tree_leaves((args, kwargs))
         name = next(arg.parameter_name for arg in everything if isinstance(arg, cls))
         raise OffstageError(

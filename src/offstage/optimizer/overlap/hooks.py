@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cues: hooks on parameters and modules that tell a listener where training is. Used by `overlap.py`.
+"""`Hooks`: on parameters and modules, to tell a listener where training is.
 
 - *gradient ready*: a parameter's gradient has been accumulated (`register_post_accumulate_grad_hook`);
 - *forward*: a module is about to run, so its own parameters are about to be read. A compiled module is one region:
@@ -21,7 +21,7 @@ from torch import nn
 
 
 class Listener(Protocol):
-    """Who acts on cues."""
+    """Acts on cues."""
 
     def gradient_ready(self, param: torch.Tensor) -> None:
         """`param.grad` has been accumulated; more may come."""
@@ -36,7 +36,7 @@ class Listener(Protocol):
         """`params` are about to be written as a whole."""
 
 
-class Cues:
+class Hooks:
     """The hooks of one listener on one model. `remove()` takes all of them off again."""
 
     def __init__(self, listener: Listener, model: nn.Module | None) -> None:
@@ -47,7 +47,7 @@ class Cues:
         self._model = weakref.ref(model) if model is not None else None
         self.module_of: dict[torch.Tensor, str] = {}
         """The module whose forward reads each parameter, by name; for messages."""
-        # Whoever drops the optimizer without closing it leaves no hooks behind.
+        # An optimizer that is dropped without being closed leaves no hooks behind.
         weakref.finalize(listener, _remove_all, self._handles)
 
     def bind(self, params: Sequence[torch.Tensor]) -> None:
@@ -127,7 +127,7 @@ class _WrappedCall:
         return self.inner(*args, **kwargs)  # type: ignore[misc]
 
     def remove(self) -> None:
-        """Out of the way at once; unwrapped as soon as nobody else's wrapper is around it."""
+        """Out of the way at once; unwrapped as soon as no other wrapper is around it."""
         self.removed = True
         module = self._module()
         while module is not None and isinstance(call := module._compiled_call_impl, _WrappedCall) and call.removed:
@@ -161,6 +161,6 @@ def _regions(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[torch.Tens
         params: list[torch.Tensor] = list(module.parameters(recurse=compiled))
         if params:
             yield name or type(module).__name__, module, params
-        # Modules within a region have cues too, for whoever calls them by themselves; in the region those do nothing.
+        # Modules within a region have cues too, for calls of them alone; in the region those do nothing.
         children = ((f"{name}.{key}" if name else key, child) for key, child in module.named_children())
         stack.extend(reversed(list(children)))

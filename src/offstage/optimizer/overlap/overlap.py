@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Overlap`: what happens outside `step()`. Turns cues into trips. Made by `optimizer.py` when the config asks for it.
+"""`Overlap`: what happens outside `step()`. Turns cues into trips, where the config asks for it.
 
 - `overlap_forward`: the update of a parameter may end as late as in the next forward of its module. Only parameters
-  whose module was seen running since the last step: whoever reads weights in another way never sees old ones.
+  whose module was seen running since the last step: weights that are read in another way are never old ones.
 - `window`: chunks are fetched ahead during backward.
-- `update_in_backward`: a parameter whose gradient is final is updated at once; `early.py` says which.
+- `update_in_backward`: a parameter whose gradient is final is updated at once; `BackwardSelection` says which.
 """
 
 from __future__ import annotations
@@ -15,64 +15,67 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
-from offstage.engine.param_state import HeldState
 from offstage.errors import ConfigError, OffstageError, StepLostError
 from offstage.optimizer.interrupts import deferred_interrupts
-from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
-from offstage.optimizer.overlap.hooks import Cues
-from offstage.optimizer.overlap.selection import Early
+from offstage.optimizer.iteration import Iteration
+from offstage.optimizer.overlap.hooks import Hooks
+from offstage.optimizer.overlap.selection import BackwardSelection
+from offstage.optimizer.overlap.speculation import Speculation
 from offstage.optimizer.overlap.window import Window
-from offstage.planning.plan import Placement
-from offstage.rules.rule import Turn
+from offstage.optimizer.places import Groups, Places
+from offstage.rules.rule import ParamState, ParamUpdate
 from offstage.tensors import has_placed_gradient, is_dense
-
-if TYPE_CHECKING:
-    from offstage.optimizer.optimizer import OffloadedOptimizer
 
 logger = logging.getLogger("offstage")
 
-_FAILED = (
-    "A backward failed after update_in_backward=True had updated some weights and not others; expected it to come to "
-    "its end."
-)
 _GATHERS = (
     "overlap_forward: step() waits for all weights, because FSDP2 gathers them ahead of their module's forward; window "
     "and update_in_backward work"
 )
 
 
+class Owner(Protocol):
+    """The optimizer's runtime, as far as updates outside `step()` need it."""
+
+    @property
+    def config(self) -> OffloadConfig: ...
+    @property
+    def places(self) -> Places: ...
+    @property
+    def iteration(self) -> Iteration: ...
+    @property
+    def speculation(self) -> Speculation: ...
+    @property
+    def groups(self) -> Groups: ...
+    @property
+    def defaults(self) -> dict[str, Any]: ...
+
+    def follow_groups(self) -> None:
+        """Parameters and options may have changed since the last step."""
+
+    def begin_in_backward(self) -> None:
+        """The iteration's first update is about to be made."""
+
+    def restart(self, reason: str) -> None:
+        """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
+
+
 class Overlap:
     """One optimizer's cues and what it has learned about the training loop."""
 
-    def __init__(self, optimizer: OffloadedOptimizer, model: nn.Module | None) -> None:
-        config = optimizer.config
-        if config.overlap_forward and model is None:
-            raise ConfigError(
-                "overlap_forward=True needs the model, whose modules wait for their own weights; found no model. "
-                "Call offload(optimizer, model, overlap_forward=True)."
-            )
-        if config.window == "all" and model is None:
-            raise ConfigError(
-                "window='all' leaves again during the next forward, whose modules give the cues; found no model. "
-                "Call offload(optimizer, model, window='all'), or give window as a size."
-            )
-        if config.update_in_backward and model is not None:
-            _refuse_ddp(any(isinstance(module, DistributedDataParallel) for module in model.modules()))
-        if config.overlap_forward and isinstance(model, nn.DataParallel):
-            raise ConfigError(
-                "overlap_forward=True lets modules wait for their own weights; nn.DataParallel copies all weights "
-                "before any module runs. Expected a model without it. Use DistributedDataParallel."
-            )
-        self._owner = weakref.ref(optimizer)  # which owns this: no cycle, so that dropping it frees its memory at once
+    def __init__(self, owner: Owner, model: nn.Module | None) -> None:
+        config = owner.config
+        _refuse_model(config, model)
+        self._owner_ref = weakref.ref(owner)  # which owns this: no cycle, so that dropping it frees its memory at once
         self._config = config
         self._lock = threading.RLock()
         """Autograd runs the hooks of each device in a thread of its own."""
@@ -83,7 +86,7 @@ class Overlap:
         self._cues_so_far = 0
         self._blind: str | None = None
         """What was said about parameters whose module's forward is not seen."""
-        self._in_flight: deque[HeldState] = deque()
+        self._in_flight: deque[ParamState] = deque()
         self._bytes_in_flight = 0
         self._running: set[torch.Tensor] = set()
         """Parameters whose module ran forward since the last step."""
@@ -91,27 +94,25 @@ class Overlap:
         """Parameters that were still pending when backward began: their module did not run."""
         self._gathers = config.overlap_forward and model is not None and _is_fsdp(model)
         """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
-        self.early = Early(config, optimizer.speculation, leaves_some=config.overlap_forward and not self._gathers)
-        self.updated: dict[torch.Tensor, HeldState] = {}
-        """Given to the lanes in this backward."""
-        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
-        """Their gradients, as autograd made them; only while clipping may need them."""
-        self._unfinished: set[int] = set()
-        """Backwards with updates that have not come to their end."""
-        self._used_options: dict[int, dict[str, Any]] = {}
+        leaves_some = config.overlap_forward and not self._gathers
+        self.selection = BackwardSelection(config, owner.speculation, leaves_some=leaves_some)
         self._window = Window(config)
         if self._gathers:
             logger.warning(_GATHERS)
-        self._cues = Cues(self, model)
+        self._hooks = Hooks(self, model)
         self.bind()
         if (idle := self._idle_window()) is not None:
             logger.warning(idle)
 
     @property
-    def _optimizer(self) -> OffloadedOptimizer:
-        owner = self._owner()
+    def _owner(self) -> Owner:
+        owner = self._owner_ref()
         assert owner is not None
         return owner
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return list(self._owner.places.engines.values())
 
     def fallbacks(self) -> list[str]:
         """What does not happen as it was asked for."""
@@ -119,21 +120,21 @@ class Overlap:
         gathers = _GATHERS if self._gathers else None
         return [
             *(text for text in (off, gathers, self._blind, self._idle_window()) if text is not None),
-            *self.early.fallbacks.values(),
+            *self.selection.fallbacks.values(),
             *self._window.fallbacks,
         ]
 
     def _idle_window(self) -> str | None:
-        if not self._config.window or any(engine.num_chunks for engine in self._optimizer.engines):
+        if not self._config.window or any(engine.arenas.num_streamed_chunks for engine in self._engines):
             return None
         return "the window is not used, because no state comes to the device for its update: leave it out"
 
     def bind(self) -> None:
         """Hook parameters that are new, or no longer frozen."""
-        self._cues.bind([held.param for held in self._optimizer.all_held()])
+        self._hooks.bind([param for group in self._owner.groups for param in group["params"]])
 
     def remove(self) -> None:
-        self._cues.remove()
+        self._hooks.remove()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -148,38 +149,39 @@ class Overlap:
 
     def gradient_ready(self, param: torch.Tensor) -> None:
         """Called by autograd's thread, with the stream current on which the gradient was made."""
-        if self._off or any(self._captured(engine) for engine, _ in self._optimizer.by_engine([param])):
+        places = self._owner.places
+        if self._off or any(self._captured(engine) for engine, _ in places.by_engine([param])):
             return
         with self._lock, torch.no_grad(), deferred_interrupts():
             if not self._fired and not self._accumulating:
                 self._begin_backward()
-            for engine, (held,) in self._optimizer.by_engine([param]):
-                self._gradient_ready(held, engine)
+            for engine, (state,) in self._owner.places.by_engine([param]):
+                self._gradient_ready(state, engine)
 
     def _begin_backward(self) -> None:
         """The first gradient that counts: what was learned before takes effect."""
-        if self._config.update_in_backward and not self.updated:
-            self._optimizer.follow_groups()
-            self.early.measure(self._optimizer.engines)
+        if self._config.update_in_backward and not self._owner.iteration.early:
+            self._owner.follow_groups()
+            self.selection.measure(self._engines)
 
-    def _gradient_ready(self, held: HeldState, engine: Engine) -> None:
-        if engine.pending and not engine.in_round:
+    def _gradient_ready(self, state: ParamState, engine: Engine) -> None:
+        if engine.pending and engine.round is None:
             # What no forward has waited for is waited for now: backward may write into the gradients (DDP does).
             self._unseen.update(pending.param for pending in engine.pending)
             engine.settle(list(engine.pending), "backward: the last update is done")
-        self._check_waited(held)
+        self._check_waited(state)
         if self._accumulating:
             return
-        if held.param in self.updated:
-            self._optimizer.restart_round(
-                f"A gradient for {held.name!r} arrived after its update in backward: step() did not follow the "
+        if state.param in self._owner.iteration.early:
+            self._owner.restart(
+                f"A gradient for {state.name!r} arrived after its update in backward: step() did not follow the "
                 "backward before. Expected one backward per step(), the others under optimizer.accumulate()."
             )
-        self._fired[held.param] += 1
+        self._fired[state.param] += 1
         self._cues_so_far += 1
-        self._window.in_backward(self._cues_so_far, self._optimizer.engines)
-        if self._is_early(held, engine):
-            self._update_now(held, engine)
+        self._window.in_backward(self._cues_so_far, self._engines)
+        if self._is_early(state, engine):
+            self._update_now(state, engine)
         elif not self._config.update_in_backward:
             engine.fetch_ahead()
 
@@ -190,35 +192,43 @@ class Overlap:
             self._refuse_forward(params, module)
         if self._off:
             return
-        for engine, states in self._optimizer.by_engine(params):
+        for engine, states in self._owner.places.by_engine(params):
             if self._captured(engine):
                 return
             engine.settle(states, "forward: the weights are ready")
-        self._window.in_forward(module, self._optimizer.engines)
+        self._window.in_forward(module, self._engines)
         self._running.update(params)
         self._unseen.difference_update(params)
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is read."""
-        self._optimizer.check_between_steps()
-        for engine, states in self._optimizer.by_engine(params):
-            if not engine.capturing():
+        self.check_between_steps()
+        for engine, states in self._owner.places.by_engine(params):
+            if not engine.transport.lanes.capturing():
                 engine.settle(states, "read: the weights are ready")
 
     def before_load(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is loaded: maybe to go on after a step that was lost."""
-        self._optimizer.give_up_round("A model was loaded between backward and step().")
-        for engine, states in self._optimizer.by_engine(params):
-            if not engine.capturing():
+        self._owner.iteration.give_up("A model was loaded between backward and step().")
+        for engine, states in self._owner.places.by_engine(params):
+            if not engine.transport.lanes.capturing():
                 with contextlib.suppress(StepLostError):
                     engine.settle(states, "read: the weights are ready")
 
-    def _check_waited(self, held: HeldState) -> None:
-        """A gradient came out of a forward that read weights while their update was still under way."""
-        if held.param in self._unseen:
-            module = self._cues.module_of.get(held.param, "unknown")
+    def check_between_steps(self) -> None:
+        """Raise if some weights are new and some are old: a reader would get a mixture."""
+        if self._owner.iteration.early:
             raise OffstageError(
-                f"Parameter {held.name!r} got a gradient, but the forward of its module {module!r} was not seen since "
+                "Weights or state were read between backward and step(), when update_in_backward=True has updated some "
+                "of them and not others; expected step() first. Read them after step()."
+            )
+
+    def _check_waited(self, state: ParamState) -> None:
+        """A gradient came out of a forward that read weights while their update was still under way."""
+        if state.param in self._unseen:
+            module = self._hooks.module_of.get(state.param, "unknown")
+            raise OffstageError(
+                f"Parameter {state.name!r} got a gradient, but the forward of its module {module!r} was not seen since "
                 "the last step(): its weight was read in another way, and may have been read before its update. "
                 "Expected every read of a weight to be in its own module's forward or after optimizer.synchronize(). "
                 "Call synchronize() before that read, compile the model before offload(), or set overlap_forward=False."
@@ -226,9 +236,10 @@ class Overlap:
 
     def _captured(self, engine: Engine) -> bool:
         """Graphs replay without cues: from the first capture on everything happens in `step()`."""
-        if not engine.capturing():
+        lanes = engine.transport.lanes
+        if not lanes.capturing():
             return False
-        if engine.lanes is not None and engine.lanes.has_promised():
+        if lanes.has_promised():
             raise OffstageError(
                 "A graph capture began while updates of the last step were still being given to the device by other "
                 "threads; expected none. Call optimizer.synchronize() before the capture."
@@ -242,18 +253,19 @@ class Overlap:
 
     def _refuse_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """Between backward and step() some weights are new and some are old."""
+        iteration = self._owner.iteration
         if torch._C._current_graph_task_id() != -1:  # inside backward, where checkpointing runs forwards again
-            if any(param in self.updated for param in params):
+            if any(param in iteration.early for param in params):
                 raise OffstageError(
                     f"Checkpointing ran the forward of {module!r} again after update_in_backward=True had updated it, "
                     "which did not happen in the first iteration. Expected the same order of forwards and gradients in "
                     "every backward. Use update_in_backward=False, or keep that module out of the checkpointed part."
                 )
             if again := [param for param in params if param in self._fired]:
-                self.early.exclude(again)
-        elif self.updated:
-            if (changed := self.what_changed()) is not None:
-                self._optimizer.restart_round(changed)
+                self.selection.exclude(again)
+        elif iteration.early:
+            if (changed := iteration.what_changed(self._owner.groups, self._owner.defaults)) is not None:
+                self._owner.restart(changed)
                 return
             raise OffstageError(
                 f"The forward of {module!r} ran between backward and step(), when update_in_backward=True has updated "
@@ -263,85 +275,43 @@ class Overlap:
 
     # Updates in backward
 
-    def _is_early(self, held: HeldState, engine: Engine) -> bool:
-        speculation = self._optimizer.speculation
-        if held.param not in self.early.params or not speculation.allows_early or engine.lanes is None:
+    def _is_early(self, state: ParamState, engine: Engine) -> bool:
+        speculation = self._owner.speculation
+        if state.param not in self.selection.params or not speculation.allows_early or not engine.transport.is_open:
             return False
-        if not has_placed_gradient(held.param):  # ranks decide for themselves what is early: no collective here
+        if not has_placed_gradient(state.param):  # ranks decide for themselves what is early: no collective here
             return False
         # Resident state has no second set; its update costs no transfer and can as well be made in step().
-        return held.placement is Placement.STREAMED or not speculation.clips
+        return state.placement is Placement.STREAMED or not speculation.clips
 
-    def _update_now(self, held: HeldState, engine: Engine) -> None:
-        optimizer, param = self._optimizer, held.param
-        if not self.updated:
-            self._unfinished.clear()  # of backwards that failed before they had updated anything
-            optimizer.begin_round(in_backward=True)
-            optimizer.speculation.begin()
-        if not optimizer.has(param):
+    def _update_now(self, state: ParamState, engine: Engine) -> None:
+        if not self._owner.iteration.early:
+            self._owner.begin_in_backward()
+        iteration = self._owner.iteration
+        if not iteration.has(state.param):
             return
-        self._notice_end()
-        turn = optimizer.turn_of(held)
-        assert engine.lanes is not None
-        engine.prepare()
-        with engine.lanes.patiently():
-            engine.take([turn], to_spare=optimizer.speculation.active)
-        gradient, param.grad = param.grad, DroppedGradient(param, held.name)
-        self.updated[param] = held
-        if turn.group_number not in self._used_options:
-            self._used_options[turn.group_number] = self._fixed(turn.group_number)
-        if optimizer.speculation.active:
-            assert gradient is not None
-            self.gradients[param] = gradient
-        torch.autograd.graph.increment_version([param])
-        with engine.lanes.patiently():
-            engine.advance(held)
-        if not optimizer.speculation.active:
-            self._bound_gradients(held)
+        iteration.notice_end_of_backward()
+        update = iteration.update_of(state)
+        engine.transport.prepare()
+        with engine.transport.lanes.blocking():
+            engine.take([update], speculative=iteration.speculative)
+        iteration.add_early(update, self._owner.defaults)
+        with engine.transport.lanes.blocking():
+            engine.advance(state)
+        if not iteration.speculative:
+            self._bound_gradients(state)
 
-    def _notice_end(self) -> None:
-        """Find out whether this backward comes to its end: if it fails, autograd does not call back."""
-        task = torch._C._current_graph_task_id()
-        if task not in self._unfinished:
-            self._unfinished.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._unfinished.discard(task))
-
-    def _bound_gradients(self, held: HeldState) -> None:
+    def _bound_gradients(self, state: ParamState) -> None:
         """Give back the memory of the oldest gradients behind their updates."""
-        self._in_flight.append(held)
-        self._bytes_in_flight += held.local.nbytes
-        while self._bytes_in_flight > self.early.most_in_flight and self._in_flight:
+        self._in_flight.append(state)
+        self._bytes_in_flight += state.local.nbytes
+        while self._bytes_in_flight > self.selection.most_in_flight and self._in_flight:
             oldest = self._in_flight.popleft()
             self._bytes_in_flight -= oldest.local.nbytes
-            for engine, states in self._optimizer.by_engine([oldest.param]):
+            for engine, states in self._owner.places.by_engine([oldest.param]):
                 engine.settle(states, "backward: the update is done with the gradient")
 
-    def what_changed(self) -> str | None:
-        """Why the updates in backward are not those of this step, if so."""
-        if self._unfinished:
-            return _FAILED
-        for param, held in self.updated.items():
-            if not isinstance(param.grad, DroppedGradient):
-                return (
-                    f"The gradient of {held.name!r} was set or zeroed after its update in backward. Expected step() "
-                    "right after backward, with the gradients that autograd made."
-                )
-        if any(used != self._fixed(number) for number, used in self._used_options.items()):
-            return (
-                "A hyperparameter changed between backward and step(), after update_in_backward=True had updated "
-                "weights with the old one; expected the same from the first gradient to step(). Call schedulers after "
-                "step()."
-            )
-        return None
-
-    def _fixed(self, number: int) -> dict[str, Any]:
-        """A group's hyperparameters, comparable without waiting for a device: tensors by identity and version."""
-        group = self._optimizer.param_groups[number]
-        return {
-            name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name in self._optimizer.defaults
-        }
+    # Of the runtime
 
     def start_again(self) -> None:
         """The iteration was given up: what fired so far does not count."""
@@ -353,50 +323,37 @@ class Overlap:
         """State has moved: what was learned about the old places does not hold for the new ones."""
         self._config = config
         self._window = Window(config)
-        self.early.replanned(config, self._optimizer.engines)
+        self.selection.replanned(config, self._engines)
 
     def all_waited(self) -> None:
         """The caller's stream has waited for every update."""
         self._unseen.clear()
 
-    def give_gradients_back(self) -> None:
-        """The updates in backward were taken back: `step()` finds the gradients where autograd left them."""
-        for param, gradient in self.gradients.items():
-            if isinstance(param.grad, DroppedGradient):  # otherwise someone has set it, or zeroed it, since
-                param.grad = gradient
-        self.updated.clear()
-        self.gradients.clear()
-        self._used_options.clear()
-        self._unfinished.clear()
-
     def prefetch(self, engine: Engine) -> None:
         """The whole window, now."""
-        engine.widen(self._window.slots(engine))
-        engine.fetch_ahead(at_most=engine.num_chunks)
+        engine.transport.widen(self._window.slots(engine))
+        engine.fetch_ahead(at_most=engine.arenas.num_streamed_chunks)
 
-    # The step
-
-    def end_step(self, turns: Sequence[Turn]) -> set[HeldState]:
+    def end_step(self, updates: Sequence[ParamUpdate]) -> set[ParamState]:
         """Take the gradients; return the states whose weights may come as late as in the next forward."""
-        self._window.end_step(self._cues_so_far, self._optimizer.engines, off=self._off)
-        late: set[HeldState] = set()
+        self._window.end_step(self._cues_so_far, self._engines, off=self._off)
+        late: set[ParamState] = set()
         blind = 0
-        for held in [*self.updated.values(), *(turn.of for turn in turns)]:
-            assert isinstance(held, HeldState)
-            # A weight with gaps is updated as a copy and written back when it is settled: nobody may forget that.
-            seen = held.param in self._running and is_dense(held.local)
+        for state in [*self._owner.iteration.early.values(), *(update.of for update in updates)]:
+            # A weight with gaps is updated as a copy and written back when it is settled, which must not be forgotten.
+            seen = state.param in self._running and is_dense(state.local)
             if self._config.overlap_forward and not self._off and not self._gathers and seen:
-                late.add(held)
-                held.param.grad = None
-            elif held.placement is not Placement.RESIDENT:
+                late.add(state)
+                state.param.grad = None
+            elif state.placement is not Placement.RESIDENT:
                 blind += 1
         self._report_blind(blind, len(late))
         return late
 
-    def learn(self) -> None:
-        """The step is made."""
+    def learn(self, *, with_updates: bool) -> None:
+        """A step is made. `with_updates`: some of it in backward."""
         if self._config.update_in_backward:
-            self.early.learn(self._fired, self._optimizer.engines, with_updates=bool(self.updated))
+            self.selection.learn(self._fired, self._engines, with_updates=with_updates)
         self.forget()
         self.bind()
 
@@ -412,19 +369,31 @@ class Overlap:
 
     def forget(self) -> None:
         """Nothing is under way."""
-        for param in self.updated:
-            if isinstance(param.grad, DroppedGradient):
-                param.grad = None
-        self.updated.clear()
-        self.gradients.clear()
-        self._used_options.clear()
-        self._unfinished.clear()
-        self._fired.clear()
-        self._cues_so_far = 0
+        self.start_again()
         self._in_flight.clear()
         self._bytes_in_flight = 0
         self._running.clear()
-        self._unseen.clear()
+
+
+def _refuse_model(config: OffloadConfig, model: nn.Module | None) -> None:
+    """Raise if the cues that `config` needs cannot be had from `model`."""
+    if config.overlap_forward and model is None:
+        raise ConfigError(
+            "overlap_forward=True needs the model, whose modules wait for their own weights; found no model. "
+            "Call offload(optimizer, model, overlap_forward=True)."
+        )
+    if config.window == "all" and model is None:
+        raise ConfigError(
+            "window='all' leaves again during the next forward, whose modules give the cues; found no model. "
+            "Call offload(optimizer, model, window='all'), or give window as a size."
+        )
+    if config.update_in_backward and model is not None:
+        _refuse_ddp(any(isinstance(module, DistributedDataParallel) for module in model.modules()))
+    if config.overlap_forward and isinstance(model, nn.DataParallel):
+        raise ConfigError(
+            "overlap_forward=True lets modules wait for their own weights; nn.DataParallel copies all weights "
+            "before any module runs. Expected a model without it. Use DistributedDataParallel."
+        )
 
 
 def _is_fsdp(model: nn.Module) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Early`: which parameters are updated in backward, as learned from the training loop. Used by `overlap.py`.
+"""`BackwardSelection`: which parameters are updated in backward, as learned from the training loop.
 
 A gradient's finality cannot be known from its hook alone, so the first iteration is plain and counts how often each
 parameter's hook fires: those that fire once, and whose forward checkpointing does not run again afterwards, may be
@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
-from offstage.engine.param_state import HeldState
 from offstage.errors import HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.overlap.speculation import Speculation
-from offstage.planning.plan import Placement
+from offstage.rules.rule import ParamState
 
 logger = logging.getLogger("offstage")
 
@@ -38,7 +37,7 @@ _GRADIENTS_IN_FLIGHT = 0.25
 updates, which then hold up backward; the updates are that far behind only where the link is much too slow."""
 
 
-class Early:
+class BackwardSelection:
     """What one optimizer has learned."""
 
     def __init__(self, config: OffloadConfig, speculation: Speculation, *, leaves_some: bool) -> None:
@@ -98,22 +97,22 @@ class Early:
             return
         left: dict[tuple[Engine, Placement], float] = {}
         for engine in engines:
-            rates = {Placement.STREAMED: engine.link_gb_per_s, Placement.HOST: engine.host_gb_per_s}
+            rates = {Placement.STREAMED: engine.transport.link_gb_per_s, Placement.HOST: engine.transport.host_gb_per_s}
             for placement, rate in rates.items():
-                total = sum(held.nbytes for held in engine.host_side.offloaded(self._once, placement))
-                if total and rate and engine.timer is not None:
-                    left[engine, placement] = 1 - rate * 1e6 * engine.timer.backward_ms() / total
+                total = sum(held.nbytes for held in engine.arenas.offloaded(self._once, placement))
+                if total and rate:
+                    left[engine, placement] = 1 - rate * 1e6 * engine.transport.timer.backward_ms() / total
         self._left, self._measured = left, True
         self._choose(engines)
 
     def _choose(self, engines: Sequence[Engine]) -> None:
-        left: set[HeldState] = set()
+        left: set[ParamState] = set()
         for engine in engines:
             for placement in (Placement.STREAMED, Placement.HOST):
-                states = engine.host_side.offloaded(self._once, placement)
+                states = engine.arenas.offloaded(self._once, placement)
                 left |= set(_first(states, self._left.get((engine, placement), 0.0)))
             if self._speculation.possible:
-                last = _first(engine.host_side.offloaded(self._once, Placement.STREAMED), _NOT_KEPT_ON_DEVICE)
+                last = _first(engine.arenas.offloaded(self._once, Placement.STREAMED), _NOT_KEPT_ON_DEVICE)
                 self._keep_on_host(engines, engine, [held for held in last if held not in left])
         self.params = self._once - {held.param for held in left}
         self.most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
@@ -125,13 +124,13 @@ class Early:
             len(self._never),
         )
 
-    def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[HeldState]) -> None:
+    def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[ParamState]) -> None:
         budget = self._config.host_budget
-        new = [held for held in states if held not in engine.host_side.kept]
-        need, used = sum(held.local.nbytes for held in new), sum(one.host_bytes for one in engines)
+        new = [held for held in states if held not in engine.arenas.old_weights]
+        need, used = sum(held.local.nbytes for held in new), sum(one.transport.host_bytes for one in engines)
         try:
             check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
-            engine.host_side.keep(new)
+            engine.arenas.keep_old_weights(new)
         except (HostMemoryError, MemoryError, OSError) as error:
             self._fall_back("kept", f"old weights of speculative updates are all kept on the device: {error}")
 
@@ -140,7 +139,7 @@ class Early:
         logger.warning(text)
 
 
-def _first(states: Sequence[HeldState], share: float) -> list[HeldState]:
+def _first(states: Sequence[ParamState], share: float) -> list[ParamState]:
     """The first of `states` that together have `share` of the bytes."""
     room = share * sum(held.nbytes for held in states)
     found = []

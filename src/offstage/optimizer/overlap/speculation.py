@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact clipping together with `update_in_backward`. Used by `optimizer.py`.
+"""Exact clipping together with `update_in_backward`.
 
 The norm of all gradients is known only when backward is over, so the updates in backward are made as if nothing had to
 be clipped, into a second set of arenas and with the old weights kept. If the norm turns out within `max_norm`, the
 second set becomes the state by a flip; otherwise the weights come back and the step is made from the untouched state
 with clipped gradients. Either way the bits are those of clipping first.
 
-`Norm` is one call of `clip_grad_norm_`; `Speculation` decides whether the next round speculates.
+`Norm` is one call of `clip_grad_norm_`; `Speculation` decides whether the next iteration speculates.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from offstage.config import format_size
 from offstage.engine.engine import Engine
 from offstage.errors import HostMemoryError
-from offstage.lanes.lanes import Lanes, Mark
+from offstage.lanes.lanes import Lanes
 from offstage.memory.arena import check_host_memory
 from offstage.tensors import local_of, total_norm
 
@@ -45,7 +45,7 @@ class Norm:
         *,
         group: ProcessGroup | None,
         seen: torch.Tensor,
-        lanes: Lanes | None,
+        lanes: Lanes,
     ) -> None:
         """`gradients` are those of `params` that have one; `seen` is where the host looks: two numbers, pinned where
         there is an accelerator.
@@ -59,17 +59,15 @@ class Norm:
         self._seen = seen
         self._seen.copy_(torch.stack([self.total, self._coefficient]).double(), non_blocking=True)
         self._applied = False
-        self._arrived: Mark = None
-        if lanes is not None:
-            lanes.touch(writes=[self._seen])
-            self._arrived = lanes.mark()
+        lanes.touch(writes=[self._seen])
+        self._arrived = lanes.mark()
 
     def clip(self) -> None:
         """Scale the gradients that the norm is of as torch does, once."""
         if not self._applied:
             by_device: dict[torch.device, list[torch.Tensor]] = {}
             for param, gradient in self._of.items():
-                if param.grad is gradient:  # not what someone has put in its place since
+                if param.grad is gradient:  # not what the loop has put in its place since
                     by_device.setdefault(gradient.device, []).append(local_of(gradient))
             for device, gradients in by_device.items():
                 torch._foreach_mul_(gradients, self._coefficient.to(device))
@@ -77,11 +75,8 @@ class Norm:
 
     def wait(self) -> None:
         """The one host wait of a step."""
-        if self._lanes is not None:
-            self._lanes.wait_on_host(self._arrived, "step: the norm is known")
-            self._lanes.touch_on_host(reads=[self._seen])
-        elif self.total.device.type != "cpu":
-            torch.accelerator.synchronize(self.total.device)
+        self._lanes.wait_on_host(self._arrived, "step: the norm is known")
+        self._lanes.touch_on_host(reads=[self._seen])
 
     @property
     def finite(self) -> bool:
@@ -103,8 +98,6 @@ class Speculation:
         """There is a second set of arenas."""
         self.impossible: str | None = None
         """Why there is none."""
-        self.active = False
-        """The round that is under way speculates."""
         self.hits = 0
         self.misses = 0
         self._within = 0.5
@@ -121,28 +114,24 @@ class Speculation:
         return not self.clips or (self.possible and self._pays)
 
     def arm(self, engines: Sequence[Engine], host_budget: int | None) -> None:
-        """The loop clips: from the next round on updates in backward are speculative, if the host has the memory."""
+        """The loop clips: updates in backward are speculative from now on, if the host has the memory."""
         self.clips, self.possible, self.impossible = True, False, None
-        need = sum(engine.host_side.streamed_bytes for engine in engines)
-        used = sum(engine.host_bytes for engine in engines)
+        need = sum(engine.arenas.streamed_bytes for engine in engines)
+        used = sum(engine.transport.host_bytes for engine in engines)
         try:
             check_host_memory(need, host_budget, already_bytes=used)
             logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
             for engine in engines:
-                engine.host_side.add_spare()
+                engine.arenas.add_spare()
             self.possible = True
         except (HostMemoryError, MemoryError, OSError) as error:
             for engine in engines:
-                engine.host_side.drop_spare()
+                engine.arenas.drop_spare()
             self.impossible = (
                 "update_in_backward with clipping needs a second copy of the state on the host; without it all updates "
                 f"are made in step(). {error}"
             )
             logger.warning(self.impossible)
-
-    def begin(self) -> None:
-        """A round begins with an update in backward."""
-        self.active = self.clips
 
     def decide(self, within: bool) -> None:
         """A clipped step is over: its norm was `within` bounds or not."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Window`: how many slots beyond the ring's own there may be, and when. Used by `overlap.py`.
+"""`Window`: how many slots beyond the ring's own there may be, and when.
 
 A window of a given size, or of the size that `device_peak` leaves, is allocated step by step during backward, in
 proportion to how far backward has come and so has freed activations, and then kept. `"all"` is given back the same way
@@ -37,17 +37,21 @@ class Window:
 
     def slots(self, engine: Engine) -> int:
         """The largest number of window slots."""
-        window, slot = self._config.window, engine.planned_slot_bytes
+        window, slot = self._config.window, engine.transport.pipeline.slot_bytes
         if not window or not slot:
             return 0
         if window == "all":
-            return engine.num_chunks
+            return engine.arenas.num_streamed_chunks
         allowed = self._room.get(engine, 0) if window == "auto" else int(window) // slot
-        return min(allowed, engine.num_chunks)
+        return min(allowed, engine.arenas.num_streamed_chunks)
 
     def _fit(self, engine: Engine) -> None:
         """The window that keeps the process's peak under `device_peak`: what is left above the peak without it."""
-        budget, peak, slot = int(self._config.device_peak or 0), engine.peak_bytes, engine.planned_slot_bytes
+        budget, peak, slot = (
+            int(self._config.device_peak or 0),
+            engine.transport.lanes.peak_bytes(),
+            engine.transport.pipeline.slot_bytes,
+        )
         if not slot:
             return
         if engine not in self._room:
@@ -62,7 +66,7 @@ class Window:
             logger.log(logging.INFO if self._room[engine] else logging.WARNING, text)
         elif peak > max(budget, self._peak[engine]):  # activations have grown
             self._room[engine] = max(0, self._room[engine] - -(-(peak - budget) // slot))
-            engine.narrow(self._room[engine])
+            engine.transport.pipeline.narrow(self._room[engine])
         self._peak[engine] = peak
 
     def in_backward(self, cue: int, engines: Sequence[Engine]) -> None:
@@ -70,7 +74,7 @@ class Window:
         if self._config.window and self._cues_in_backward:
             share = min(1.0, cue / self._cues_in_backward)
             for engine in engines:
-                engine.widen(int(share * self.slots(engine)))
+                engine.transport.widen(int(share * self.slots(engine)))
 
     def in_forward(self, module: str, engines: Sequence[Engine]) -> None:
         """A module runs: with `"all"`, state leaves in proportion."""
@@ -78,7 +82,7 @@ class Window:
             self._modules.add(module)
             share = len(self._modules) / max(self._modules_in_forward, len(self._modules))
             for engine in engines:
-                engine.narrow(int((1.0 - share) * self.slots(engine)))
+                engine.transport.pipeline.narrow(int((1.0 - share) * self.slots(engine)))
 
     def end_step(self, cues: int, engines: Sequence[Engine], *, off: bool) -> None:
         """A step was made, after a backward with `cues` gradients. `off`: there will be no more cues."""
@@ -88,7 +92,7 @@ class Window:
                 self._fit(engine)
         if off or (self._config.window == "all" and not self._modules):  # no forward will give it back
             for engine in engines:
-                engine.narrow(0)
+                engine.transport.pipeline.narrow(0)
         self._cues_in_backward = cues
         self._modules_in_forward = len(self._modules)
         self._modules.clear()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A parameter's state read and written by name, after the lanes have been drained.
+
+The names are torch's own (`exp_avg`, `step`, …) plus `master_weight`; how a key is stored (split, bf16, in an arena or
+on the device) does not show.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from offstage.config import Placement
+from offstage.errors import ConfigError
+from offstage.rules import master_weights
+from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, StateKey
+from offstage.tensors import as_param, check_layout, flat_like, like, local_of, local_value
+
+logger = logging.getLogger("offstage")
+
+
+def allocate_resident(state: ParamState, existing: Mapping[str, Any]) -> None:
+    """Device tensors for every key: those that exist where their format fits, so that nothing is held twice."""
+    for key in state.keys:
+        there = existing.get(key.name)
+        there = local_of(there) if isinstance(there, torch.Tensor) else there
+        if isinstance(there, torch.Tensor) and (there.dtype, there.device) == (key.dtype, state.local.device):
+            state.resident[key.name] = flat_like(there, _like(state, key))
+        else:
+            numel = key.numel(state.local)
+            state.resident[key.name] = torch.zeros(numel, dtype=key.dtype, device=state.local.device)
+
+
+def resident_tensors(state: ParamState) -> dict[str, torch.Tensor]:
+    """RESIDENT: the tensors themselves, as they are kept, in the parameter's shape."""
+    return {key.name: _shaped(state, None, key) for key in state.keys if state.home is None}
+
+
+def adopt(state: ParamState, other: ParamState, group: dict[str, Any]) -> None:
+    """Take over all state of `other`, which was kept elsewhere in the same format, bit for bit."""
+    for key in other.keys:
+        _copy_into(state.raw(key.name), other.raw(key.name))
+    set_scalars(state, other.scalars, group)
+    state.present = other.present
+    state.rule.adopt(state, other)
+
+
+def export(state: ParamState) -> dict[str, Any]:
+    """The state under its public names: live where possible, joined and new where masters are split."""
+    special = _joined(state) if MASTER_LOW_KEY in state.present else {}
+    result: dict[str, Any] = dict(state.scalars)
+    for key in state.keys:
+        if key.name in state.present:
+            name = MASTER_KEY if key.name == MASTER_LOW_KEY else key.name
+            shaped = _shaped(state, special.get(name), key)
+            result[name] = like(shaped, state.param) if key.shape is None else shaped
+    return result
+
+
+def export_first(state: ParamState) -> dict[str, Any]:
+    """What there would be before its first step; nothing where the rule cannot tell."""
+    if state.rule.counts_from is None:
+        return {}
+    result: dict[str, Any] = {"step": torch.tensor(state.rule.counts_from)}
+    for key in state.keys:
+        if key.name in (MASTER_KEY, MASTER_LOW_KEY):
+            result[MASTER_KEY] = like(state.local.detach().to("cpu", torch.float32), state.param)
+        else:
+            zeros = torch.zeros(key.numel(state.local), dtype=key.dtype)
+            result[key.name] = like(as_param(zeros, state.local), state.param)
+    return result
+
+
+def _joined(state: ParamState) -> dict[str, torch.Tensor]:
+    """Split masters as fp32, and `exp_avg_sq` without the bit it carries for them."""
+    weight = flat_like(state.local, state.local)
+    low, squares = state.raw(MASTER_LOW_KEY), state.raw("exp_avg_sq")
+    ours = state.rule.wrote(state, weight)
+    master, squares = master_weights.join(weight.to(low.device), low, squares)
+    return {MASTER_KEY: master if ours else weight.to(low.device, torch.float32), "exp_avg_sq": squares}
+
+
+def check(state: ParamState, values: Mapping[str, Any]) -> None:
+    """Raise if `values` cannot be this parameter's state. Changes nothing."""
+    shapes = {key.name: tuple(state.param.shape) if key.shape is None else key.shape for key in state.keys}
+    if shapes.pop(MASTER_LOW_KEY, None) is not None:
+        shapes[MASTER_KEY] = tuple(state.param.shape)
+    for name, value in values.items():
+        check_layout(value, state.param, f"State {name!r} of parameter {state.name!r}")
+        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+            kind = "a meta tensor, without data" if value.is_meta else f"of layout {value.layout}"
+            raise ConfigError(
+                f"State {name!r} of parameter {state.name!r} is {kind}; expected a dense tensor with data. "
+                "Load the checkpoint itself, not its skeleton."
+            )
+        if name in shapes and found != shapes[name]:
+            raise ConfigError(
+                f"State {name!r} of parameter {state.name!r}: expected shape {shapes[name]}, found {found}. "
+                "Load a checkpoint of this model, or check the order of the parameters."
+            )
+        is_scalar = not isinstance(value, torch.Tensor) or value.numel() == 1
+        if name not in shapes and name not in state.rule.names and not is_scalar:
+            raise ConfigError(
+                f"Parameter {state.name!r} keeps {sorted(shapes)}; found state {name!r} of shape {found}. "
+                "Load a checkpoint of the same optimizer class and options."
+            )
+    missing = state.rule.required - values.keys()
+    if values and missing:
+        raise ConfigError(
+            f"Parameter {state.name!r}: the state to load lacks {sorted(missing)}; found {sorted(values)}. "
+            "Load a checkpoint of the same optimizer class and options."
+        )
+
+
+def load(state: ParamState, values: Mapping[str, Any], group: dict[str, Any]) -> None:
+    """Replace the state by `values`, already checked. An empty mapping means: as before the first step."""
+    names = {key.name for key in state.keys}
+    unused = sorted((values.keys() & state.rule.names) - names - ({MASTER_KEY} if state.master_kind else set()))
+    if unused:
+        logger.info("%s: state %s is not used with these options and is not kept", state.name, unused)
+    set_scalars(state, {n: value for n, value in values.items() if n not in names | state.rule.names}, group)
+    for key in state.keys:
+        if key.name in values:
+            _copy_into(state.raw(key.name), flat_like(_local_value(state, key.name, values), _like(state, key)))
+        else:  # not there yet (a fresh parameter, an option just switched on): starts at zero, as at the first step
+            state.raw(key.name).zero_()
+    state.present = frozenset(names & values.keys())
+    if values and {MASTER_KEY, MASTER_LOW_KEY} & names:
+        _load_master(state, _local_value(state, MASTER_KEY, values) if MASTER_KEY in values else None)
+
+
+def _local_value(state: ParamState, name: str, values: Mapping[str, Any]) -> torch.Tensor:
+    return local_value(values[name], state.param, f"State {name!r} of parameter {state.name!r}")
+
+
+def set_scalars(state: ParamState, values: Mapping[str, Any], group: dict[str, Any]) -> None:
+    """Replace the numbers that are kept once per parameter."""
+    state.scalars = {name: _scalar(name, value, _scalar_device(state, name, group)) for name, value in values.items()}
+
+
+def _scalar_device(state: ParamState, name: str, group: dict[str, Any]) -> torch.device:
+    on_host = state.placement is Placement.HOST
+    return torch.device("cpu") if on_host else state.rule.scalar_device(name, state.param, group)
+
+
+def _load_master(state: ParamState, master: torch.Tensor | None) -> None:
+    # Without a master in the checkpoint the weight as it is now is the best there is.
+    source = state.local if master is None else master
+    flat = flat_like(source, state.local).to("cpu").to(torch.float32)
+    if MASTER_KEY in {key.name for key in state.keys}:
+        _copy_into(state.raw(MASTER_KEY), flat)
+        state.present |= {MASTER_KEY}
+        return
+    squares = state.raw("exp_avg_sq")
+    weight, low, signed = master_weights.split(flat, squares.to("cpu"))
+    _copy_into(state.raw(MASTER_LOW_KEY), low)
+    _copy_into(squares, signed)
+    state.present |= {MASTER_LOW_KEY}
+    # These low halves belong to the weights they were split from, which the model may load later.
+    state.rule.expect_weight(state, [(0, weight)])
+
+
+def _shaped(state: ParamState, replacement: torch.Tensor | None, key: StateKey) -> torch.Tensor:
+    flat = state.raw(key.name) if replacement is None else replacement
+    return flat.view(key.shape) if key.shape is not None else as_param(flat, state.local)
+
+
+def _like(state: ParamState, key: StateKey) -> torch.Tensor:
+    """A tensor whose memory order the key's flat line follows."""
+    return state.local if key.shape is None else torch.empty(key.shape, device="meta")
+
+
+def _scalar(name: str, value: Any, device: torch.device) -> Any:
+    if name == "step":  # very old checkpoints hold a plain number
+        value = torch.as_tensor(value, dtype=torch.float32)
+    return local_of(value).detach().clone().to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype:
+        return  # it is there already
+    if source.dtype != target.dtype and source.device != target.device:
+        source = source.to("cpu")  # converting on the device would take device memory
+    if target.device.type != "cpu" and source.dtype != target.dtype:
+        source = source.to(target.dtype)
+    target.copy_(source)

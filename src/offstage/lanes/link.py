@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Link`: the way between one device and the host, one per device, for state, activations and weights alike.
+
+It makes the lanes of each user, decides whose copies go first, and knows what it carries, which is measured once.
+
+[Note: lanes of several users] Every optimizer and every model with offloaded activations has lanes of its own over one
+link. One shared fetch lane would let state that was sent for early stand in front of an activation that backward waits
+for; and work that fails on one optimizer's lanes must not be another optimizer's failure. What they share is the
+priority: copies that backward is about to wait for are announced to the link, and fetches of state go behind them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from offstage.lanes.accelerator import AcceleratorLanes
+from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes, Mark, Priority, copy_work
+from offstage.memory.arena import Arena
+
+logger = logging.getLogger("offstage")
+
+_COPY_BYTES, _COPIES, _REPEATS = 32 * 1024 * 1024, 4, 3
+_SHORTEST_MS = 1e-6
+"""Lanes of tests have clocks that stand still."""
+
+LanesFactory = Callable[[torch.device], Lanes]
+_factory: contextvars.ContextVar[LanesFactory | None] = contextvars.ContextVar("offstage_lanes", default=None)
+
+
+class Link:
+    """What one device's copies to and from the host share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._priority = Priority()
+        self._rates: dict[bool, float] = {}
+
+    def lanes(self) -> Lanes:
+        """Lanes for one user: those that fit the device, or those a test asked for with `use_lanes`."""
+        factory = _factory.get()
+        if factory is not None:
+            return factory(self.device)
+        if self.device.type == "cpu":
+            return ImmediateLanes(self.device)
+        return AcceleratorLanes(self.device, self._priority)
+
+    def gb_per_s(self, lanes: Lanes, *, pin: bool = True) -> float:
+        """What the link carries each way with both ways busy; 0 if there is no device memory to find out.
+
+        The first caller measures it on its lanes: a few copies, for which the host waits.
+        """
+        if pin not in self._rates:
+            try:
+                self._rates[pin] = measure_duplex(lanes, pin=pin)
+            except torch.OutOfMemoryError:
+                logger.warning("%s has no memory left to measure the link with; its rate is unknown", self.device)
+                self._rates[pin] = 0.0
+        return self._rates[pin]
+
+
+_links: dict[torch.device, Link] = {}
+
+
+def link_for(device: torch.device) -> Link:
+    """The link of `device`. Under `use_lanes` it is a new one: what test lanes measure is not what the device does."""
+    if _factory.get() is not None:
+        return Link(device)
+    return _links.setdefault(device, Link(device))
+
+
+@contextlib.contextmanager
+def use_lanes(factory: LanesFactory | None) -> Iterator[None]:
+    """Within the context, optimizers are built on the lanes `factory` makes: lazy ones, checked ones, ones with delays.
+
+    `None`: those that fit the device.
+    """
+    token = _factory.set(factory)
+    try:
+        yield
+    finally:
+        _factory.reset(token)
+
+
+def measure_duplex(lanes: Lanes, *, pin: bool = True) -> float:
+    """GB/s each way, with both directions busy: the best of a few runs."""
+    arena = Arena(2 * _COPY_BYTES, torch.uint8, lanes.device, pin=pin)
+    down, up = arena.flat.chunk(2)
+    memory = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, device=lanes.device)
+    lanes.touch(writes=[memory])
+    copies = {Lane.STORE: (down, memory[0]), Lane.FETCH: (memory[1], up)}
+    milliseconds = [_both_ways(lanes, copies) for _ in range(1 + _REPEATS)][1:]  # the first time is slower
+    lanes.touch(writes=[memory])
+    arena.close()
+    return _COPIES * _COPY_BYTES / max(min(milliseconds), _SHORTEST_MS) / 1e6
+
+
+def _both_ways(lanes: Lanes, copies: dict[Lane, tuple[torch.Tensor, torch.Tensor]]) -> float:
+    start, last = lanes.stamp(Lane.CALLER), _submit_all(lanes, copies)
+    for mark in last:
+        lanes.wait(mark, "measure: the copies are done")
+    return lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
+
+
+def _submit_all(lanes: Lanes, copies: dict[Lane, tuple[torch.Tensor, torch.Tensor]]) -> Sequence[Mark]:
+    ready, last = lanes.mark(), {}
+    for _ in range(_COPIES):
+        for lane, (target, source) in copies.items():
+            last[lane] = lanes.submit(
+                lane,
+                copy_work([(target, source)]),
+                after={"measure: the memory is free": ready},
+                reads=[source],
+                writes=[target],
+            )
+    return list(last.values())

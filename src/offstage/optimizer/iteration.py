@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Iteration`: what one iteration knows, from its first gradient or norm to one of its three ends.
+
+- `commit()`: the step is made;
+- `revert()`: nothing of it counts; weights, state and gradients are as before it;
+- `abandon(reason)`: it is given up where it is; if weights were updated that cannot be taken back, the step is lost.
+
+An iteration stops being one nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+
+from offstage.config import Placement
+from offstage.engine.engine import Engine
+from offstage.errors import StepLostError
+from offstage.optimizer.checks import check_grad
+from offstage.optimizer.interrupts import deferred_interrupts
+from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.optimizer.overlap.speculation import Norm
+from offstage.optimizer.places import Groups, Places
+from offstage.rules.rule import ParamState, ParamUpdate
+from offstage.tensors import flat_like, local_gradient
+
+_RESUME = " Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
+_FAILED = (
+    "A backward failed after update_in_backward=True had updated some weights and not others; expected it to come to "
+    "its end."
+)
+
+
+class End(enum.Enum):
+    """How an iteration has ended."""
+
+    COMMITTED = "committed"
+    REVERTED = "reverted"
+    ABANDONED = "abandoned"
+
+
+class Iteration:
+    """One iteration of the training loop, as far as this optimizer has a part in it."""
+
+    def __init__(
+        self,
+        number: int,
+        places: Places,
+        ended: weakref.WeakMethod[Callable[[Iteration], None]],
+        norm: Norm | None = None,
+    ) -> None:
+        """`ended` is called at the end, whichever it is; weakly, because its owner owns the iteration."""
+        self.number = number
+        self.norm = norm
+        """What `clip_grad_norm_` has found."""
+        self.speculative = False
+        """Its updates in backward stay only if the norm turns out to clip nothing."""
+        self.early: dict[torch.Tensor, ParamState] = {}
+        """Updated in backward."""
+        self.gradients: dict[torch.Tensor, torch.Tensor] = {}
+        """Their gradients, as autograd made them; only while clipping may need them."""
+        self.end: End | None = None
+        self.lost: str | None = None
+        """Abandoned between two steps: what to say from now on."""
+        self._places, self._ended = places, ended
+        self._groups: Groups = ()
+        self._group_number: dict[torch.Tensor, int] = {}
+        self._copies_lr = False
+        self._options: dict[int, dict[str, Any]] = {}
+        self._fixed: dict[int, dict[str, Any]] = {}
+        """The options that updates in backward were made with, comparable without waiting for a device."""
+        self._unfinished: set[int] = set()
+        """Backwards with updates that have not come to their end."""
+
+    @property
+    def _engines(self) -> list[Engine]:
+        return list(self._places.engines.values())
+
+    # What it updates
+
+    def begin(self, groups: Groups, *, copies_lr: bool) -> None:
+        """Its first update is about to be made. `copies_lr`: lanes may read a tensor lr after it has changed."""
+        self._copies_lr, self.speculative = copies_lr, False
+        self._unfinished.clear()  # of backwards that failed before they had updated anything
+        self._options.clear()
+        self.number_groups(groups)
+
+    def number_groups(self, groups: Groups) -> None:
+        """The groups are these now."""
+        self._groups = groups
+        self._group_number = {p: number for number, group in enumerate(groups) for p in group["params"]}
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Whether `param` is in a group, in this iteration."""
+        return param in self._group_number
+
+    def update_of(self, state: ParamState) -> ParamUpdate:
+        """The update of a parameter whose gradient is final: all that could change before it is made, read now."""
+        param, local = state.param, state.local
+        number = self._group_number[param]
+        state.check_unmoved()
+        grad = local_gradient(param, state.name)
+        check_grad(local, grad, state.name)
+        return ParamUpdate(
+            state,
+            self._options_of(number),
+            number,
+            step=state.rule.next_step(state),
+            fresh=not state.present and not state.scalars,
+            weight=flat_like(local, local),
+            grad=flat_like(grad, local),
+            iteration=self.number,
+            on_host=state.placement is Placement.HOST,
+        )
+
+    def _options_of(self, number: int) -> dict[str, Any]:
+        """A group's hyperparameters in this iteration; lanes read them later, so a tensor lr is copied."""
+        if number not in self._options:
+            options = {name: value for name, value in self._groups[number].items() if name != "params"}
+            if isinstance(options.get("lr"), torch.Tensor) and self._copies_lr:
+                options["lr"] = options["lr"].detach().clone()
+            self._options[number] = options
+        return self._options[number]
+
+    def add_early(self, update: ParamUpdate, defaults: dict[str, Any]) -> None:
+        """`update` has been given to the lanes in backward: its gradient is dropped, or kept while it may be needed."""
+        param, number = update.of.param, update.group_number
+        gradient, param.grad = param.grad, DroppedGradient(param, update.of.name)
+        self.early[param] = update.of
+        if number not in self._fixed:
+            self._fixed[number] = _comparable(self._groups[number], defaults)
+        if self.speculative:
+            assert gradient is not None
+            self.gradients[param] = gradient
+        torch.autograd.graph.increment_version([param])
+
+    def notice_end_of_backward(self) -> None:
+        """Find out whether this backward comes to its end: if it fails, autograd does not call back."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._unfinished:
+            self._unfinished.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._unfinished.discard(task))
+
+    def what_changed(self, groups: Groups, defaults: dict[str, Any]) -> str | None:
+        """Why the updates in backward are not those of this step, if so."""
+        if self._unfinished:
+            return _FAILED
+        for param, state in self.early.items():
+            if not isinstance(param.grad, DroppedGradient):
+                return (
+                    f"The gradient of {state.name!r} was set or zeroed after its update in backward. Expected step() "
+                    "right after backward, with the gradients that autograd made."
+                )
+        if any(used != _comparable(groups[number], defaults) for number, used in self._fixed.items()):
+            return (
+                "A hyperparameter changed between backward and step(), after update_in_backward=True had updated "
+                "weights with the old one; expected the same from the first gradient to step(). Call schedulers after "
+                "step()."
+            )
+        return None
+
+    # Its ends
+
+    def commit(self, late: Collection[ParamState]) -> None:
+        """The step is made: all its updates have been given to the lanes, and the caller's stream waits for them.
+
+        `late`: not for these, which the next forward waits for.
+        """
+        for engine in self._engines:
+            engine.settle([state for state in engine.pending if state not in late], "step: the weights are ready")
+        self._drop_gradients()
+        self._over(End.COMMITTED)
+
+    def revert(self) -> None:
+        """Weights are again as before its speculative updates, and gradients as the loop has left them."""
+        assert self.speculative or not self.early
+        with deferred_interrupts(), torch.no_grad():
+            self._undo()
+            self._over(End.REVERTED)
+
+    def abandon(self, reason: str | None) -> None:
+        """Drain everything and forget what was under way.
+
+        `reason`: the step is lost, and why. `None`: no weight was updated, or all are about to be replaced.
+        """
+        if self.speculative:
+            with contextlib.suppress(StepLostError):
+                self._undo()
+        self._places.give_up("load: the weights are ready")
+        for engine in self._engines:
+            engine.reset()
+        self._drop_gradients()
+        self.lost = None if reason is None else reason + _RESUME
+        self._over(End.ABANDONED)
+
+    def give_up(self, reason: str) -> None:
+        """What backward has updated does not become a step: reverted where that is possible, otherwise lost."""
+        if self.speculative:
+            self.revert()
+        elif self.early:
+            self.abandon(reason)
+
+    def _undo(self) -> None:
+        if not self.speculative:
+            return
+        self.speculative = False
+        for engine in self._engines:
+            engine.revert()
+        for param, gradient in self.gradients.items():
+            if isinstance(param.grad, DroppedGradient):  # otherwise the loop has set it, or zeroed it, since
+                param.grad = gradient
+        self.early.clear()
+        if self.norm is not None:
+            self.norm.clip()
+
+    def _drop_gradients(self) -> None:
+        for param in self.early:
+            if isinstance(param.grad, DroppedGradient):
+                param.grad = None
+
+    def _over(self, end: End) -> None:
+        assert self.end is None
+        self.end = end
+        if (ended := self._ended()) is not None:
+            ended(self)
+
+
+def _comparable(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters; tensors by identity and version."""
+    return {
+        name: (id(value), value._version) if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name in defaults
+    }
+
+
+def lost_by(error: BaseException, step: int) -> str:
+    """The reason for `abandon` when `error` has ended step number `step` in the middle."""
+    return (
+        f"Step {step} failed after some weights had been updated ({type(error).__name__}: {error}); the weights and "
+        "state are between two steps."
+    )

@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Runtime`: what is behind an `OffloadedOptimizer`: places, overlap, clipping, the iteration under way, a lost step.
+
+`step()` reads gradients and hyperparameters afresh, gives resident parameters and chunks to each device's engine, and
+makes the caller's stream wait for the new weights. Everything that reads state drains the lanes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offstage.config import OffloadConfig, Placement
+from offstage.engine import named_state
+from offstage.engine.engine import Engine
+from offstage.engine.snapshot import Snapshot
+from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
+from offstage.lanes.lanes import ImmediateLanes
+from offstage.optimizer.checks import check_no_duplicates
+from offstage.optimizer.interrupts import deferred_interrupts
+from offstage.optimizer.iteration import End, Iteration, lost_by
+from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.optimizer.overlap.overlap import Overlap
+from offstage.optimizer.overlap.speculation import Norm, Speculation
+from offstage.optimizer.places import Groups, Places
+from offstage.planning.group_slots import with_slots
+from offstage.planning.plan import Plan
+from offstage.rules import Rule
+from offstage.rules.rule import ParamState, ParamUpdate
+from offstage.tensors import place_gradient, reshard
+
+logger = logging.getLogger("offstage")
+
+
+class Runtime:
+    """What one optimizer has on its devices and on the host."""
+
+    # Initialization
+
+    def __init__(
+        self,
+        rule: Rule,
+        shell: torch.optim.Optimizer,
+        config: OffloadConfig,
+        model: torch.nn.Module | None,
+        names: dict[torch.Tensor, str],
+        groups: Callable[[], Groups],
+        defaults: dict[str, Any],
+    ) -> None:
+        """`shell`: an optimizer of the user's class without parameters. `groups`: the user's `param_groups`, now."""
+        self.rule, self.shell, self.config, self.defaults = rule, shell, config, defaults
+        self.places = Places(rule, with_slots(config, model), names)
+        self.speculation = Speculation()
+        self.overlap: Overlap | None = None
+        self.iteration = Iteration(1, self.places, weakref.WeakMethod(self._ended))
+        self.steps = 0
+        self.skipped_steps = 0
+        self.last_moved = (0, 0)
+        """Bytes (fetched, stored) in the last step."""
+        self._groups = groups
+        self._lost: str | None = None
+        self._moved_until = (0, 0)
+        self._host_s_before = 0.0
+        """For how long the CPU had been updating when the last iteration began."""
+        self._norm_on_host: torch.Tensor | None = None
+        self._model = weakref.ref(model) if model is not None else None
+        self._were_in_model = {param for group in groups() for param in group["params"]}
+        self._were_in_model &= set(model.parameters()) if model is not None else set()
+
+    def start(self, existing: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
+        """Place all parameters; `existing` is state that they have elsewhere."""
+        self.check_values(existing)
+        self.places.place(self.groups, existing)
+        if self.config.overlaps:
+            self.overlap = Overlap(self, self.model)
+
+    def take_over(self, existing: dict[torch.Tensor, Any]) -> None:
+        """Move existing state in, parameter by parameter, so that device memory falls while host memory fills."""
+        for param, group in self.group_of().items():
+            if values := existing.pop(param, {}):
+                named_state.load(self.places.states[param], values, group)
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """What `offload()` was given, while it is alive."""
+        return self._model() if self._model is not None else None
+
+    @property
+    def groups(self) -> Groups:
+        return self._groups()
+
+    @property
+    def engines(self) -> list[Engine]:
+        """One per device."""
+        return list(self.places.engines.values())
+
+    def place(self) -> None:
+        """Parameters or options are new: give them what they need."""
+        self.places.place(self.groups)
+        self.iteration.number_groups(self.groups)
+        if self.overlap is not None:
+            self.overlap.bind()
+
+    def follow_groups(self) -> None:
+        """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
+        params = [param for group in self.groups for param in group["params"]]
+        if len(set(params)) != len(params):
+            check_no_duplicates(self.groups, self.places.names)
+        if not self.places.fit(self.groups):
+            self.restart(
+                "Parameter groups changed between backward and step(), after update_in_backward=True had updated "
+                "weights. Expected the same groups from the first gradient to step()."
+            )
+            self.place()
+
+    # The step
+
+    def step(self) -> None:
+        """Make the step of the gradients that there are, or nothing if their norm forbids it."""
+        self.follow_groups()
+        for engine in self.engines:
+            engine.transport.timer.reach_step()
+        if self.iteration.norm is not None and not self._norm_allows(self.iteration.norm):
+            return
+        if (changed := self.iteration.what_changed(self.groups, self.defaults)) is not None:
+            self.restart(changed)
+        updates = self._updates()
+        if not updates or not self.steps:
+            self._check_in_model()
+        if updates or self.iteration.early:
+            for engine in self.engines:
+                engine.transport.prepare()
+            with deferred_interrupts():
+                self._run(updates)
+        elif self.iteration.norm is not None:
+            self.iteration.norm = None
+            self.iteration.revert()
+
+    def _updates(self) -> list[ParamUpdate]:
+        """Everything this step depends on, read and checked now; nothing of it has moved yet."""
+        if not self.iteration.early:
+            self._begin()
+        for engine in self.engines:  # gradients that were assigned by hand, without a forward
+            late = [state for state in engine.pending if state.param not in self.iteration.early]
+            engine.settle(late, "step: the last update is done")
+        wanted = (p for group in self.groups for p in group["params"] if p.grad is not None)
+        return [
+            self.iteration.update_of(self.places.states[p]) for p in wanted if not isinstance(p.grad, DroppedGradient)
+        ]
+
+    def _begin(self) -> None:
+        self._host_s_before = sum(engine.transport.host_busy_s for engine in self.engines)
+        self.iteration.begin(self.groups, copies_lr=self.config.overlaps)
+
+    def begin_in_backward(self) -> None:
+        """The iteration's first update is about to be made, in backward."""
+        if self.iteration.norm is not None:  # of an iteration that was given up
+            self.iteration.norm = None
+            self.iteration.revert()
+        self._begin()
+        self.iteration.speculative = self.speculation.clips
+
+    def _run(self, updates: list[ParamUpdate]) -> None:
+        by_device: dict[torch.device, list[ParamUpdate]] = {device: [] for device in self.places.engines}
+        for update in updates:
+            by_device[update.of.param.device].append(update)
+        iteration = self.iteration
+        updated = with_early = bool(iteration.early)
+        try:
+            for device, device_updates in by_device.items():
+                self.places.engines[device].run(device_updates)
+                updated = updated or bool(device_updates)
+            # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
+            torch.autograd.graph.increment_version([update.of.param for update in updates])
+            self.speculation.hits += iteration.speculative
+            iteration.speculative = False
+            iteration.commit(self.overlap.end_step(updates) if self.overlap is not None else ())
+        except BaseException as error:
+            self._fail(iteration, error, updated)
+            raise
+        self.steps += 1
+        self._learn(iteration.norm, with_early=with_early)
+        before, self._moved_until = self._moved_until, self.places.moved_bytes()
+        self.last_moved = (self._moved_until[0] - before[0], self._moved_until[1] - before[1])
+        self._prove_effect(updates)
+
+    def _learn(self, norm: Norm | None, *, with_early: bool) -> None:
+        """The step is made: what does it say about the next ones?"""
+        if self.overlap is not None:
+            self.overlap.learn(with_updates=with_early)
+        if norm is not None:
+            self.speculation.decide(norm.within)
+            if self.config.update_in_backward and not self.speculation.clips:
+                self.arm_speculation()
+
+    def arm_speculation(self) -> None:
+        """The loop clips: from the next iteration on updates in backward are speculative, if the host has the room."""
+        budget = self.config.host_budget
+        self.speculation.arm(self.engines, None if budget is None else int(budget))
+
+    def _fail(self, iteration: Iteration, error: BaseException, updated: bool) -> None:
+        """Nothing updated yet: all is as before the step. Otherwise the step is lost, and says so from now on."""
+        lost = updated or any(engine.updating or engine.has_failed for engine in self.engines)
+        if iteration.end is None:
+            iteration.abandon(lost_by(error, self.steps + 1) if lost else None)
+        if lost:
+            raise StepLostError(str(self._lost)) from error
+
+    def _check_in_model(self) -> None:
+        """Parameters that left the model get no more gradients: training on would change nothing, silently."""
+        model = self.model
+        if model is None:
+            return
+        reshard(model)
+        left = self._were_in_model - set(model.parameters())
+        gone = [state for p, state in self.places.states.items() if p in left and p.requires_grad and p.grad is None]
+        if gone:
+            raise OffstageError(
+                f"{len(gone)} parameters (first: {gone[0].name!r}) are no longer in the model; expected those that "
+                "were there at offload(). Was fully_shard() or another wrapper applied after it? Shard the model "
+                "first, then build the optimizer and call offload()."
+            )
+
+    def _prove_effect(self, updates: list[ParamUpdate]) -> None:
+        """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
+        moved = [update.of for update in updates if update.weight.numel()]  # this rank's shard may be empty
+        away = [of for of in moved if self.places.states[of.param].placement is not Placement.RESIDENT]
+        if away and not any(self.last_moved):
+            raise OffloadIneffectiveError(
+                f"{len(away)} parameters with state on the host had gradients (first: {away[0].name!r}), and "
+                "no byte moved in this step. This is a defect in offstage; please report it with the plan: "
+                f"{self.plan.summary()}"
+            )
+
+    # Clipping
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, group: torch.distributed.ProcessGroup | None
+    ) -> torch.Tensor:
+        """The norm of all gradients, and the gradients scaled by it, now or when it is known whether they must be."""
+        iteration = self.iteration
+        if iteration.early and not iteration.speculative:
+            raise OffstageError(
+                "clip_grad_norm_() was called for the first time after updates in backward had been made without it. "
+                "Expected it in every iteration from the first on, so that update_in_backward can keep the old weights."
+            )
+        if iteration.norm is not None and iteration.speculative:  # a second call: the first may have to clip
+            self._follow(iteration.norm)
+            iteration = self.iteration
+        everyone = [p for group in self.groups for p in group["params"]]
+        params = [p for p in everyone if p.grad is not None]
+        for param in params:
+            place_gradient(param)
+        gradients = {p: gradient for p in params if (gradient := iteration.gradients.get(p, p.grad)) is not None}
+        device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+        engine = self.places.engines.get(device)
+        lanes = engine.transport.lanes if engine is not None else ImmediateLanes(device)
+        if self._norm_on_host is None:
+            self._norm_on_host = torch.zeros(2, dtype=torch.float64, pin_memory=device.type != "cpu")
+        iteration.norm = Norm(
+            everyone, gradients, max_norm, norm_type, group=group, seen=self._norm_on_host, lanes=lanes
+        )
+        if not iteration.speculative:
+            iteration.norm.clip()
+        return iteration.norm.total
+
+    def _norm_allows(self, norm: Norm) -> bool:
+        """Whether the step may be made. A speculative one whose gradients must be clipped is taken back first."""
+        self._follow(norm)
+        if norm.finite:
+            return True
+        self.skipped_steps += 1
+        self.iteration.norm = None
+        self.iteration.revert()
+        self.start_again()
+        logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
+        return False
+
+    def _follow(self, norm: Norm) -> None:
+        """Wait for the norm; speculative updates stay only if it changes no gradient."""
+        norm.wait()
+        if self.iteration.speculative and not (norm.finite and norm.within):
+            self.speculation.misses += norm.finite
+            self.iteration.revert()
+
+    # The iteration's ends
+
+    def _ended(self, iteration: Iteration) -> None:
+        if iteration.end is End.ABANDONED:
+            self._lost = iteration.lost if iteration.lost is not None else self._lost
+            if self.overlap is not None:
+                self.overlap.forget()
+        norm = iteration.norm if iteration.end is End.REVERTED else None  # the step may still be made, with this norm
+        self.iteration = Iteration(iteration.number + 1, self.places, weakref.WeakMethod(self._ended), norm)
+
+    def restart(self, reason: str) -> None:
+        """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
+        self.iteration.give_up(reason)
+        self.check_not_lost()
+
+    def drop_gradients(self) -> None:
+        """Gradients are about to be zeroed: updates that were made with them go too, where that is possible."""
+        iteration = self.iteration
+        iteration.norm = None
+        if iteration.speculative or not iteration.early:
+            iteration.revert()
+
+    def start_again(self) -> None:
+        """What backward has shown so far does not count."""
+        if self.overlap is not None:
+            self.overlap.start_again()
+
+    def drop_iteration(self) -> None:
+        """All state is about to be replaced: drain everything, and forget what a lost step has left."""
+        iteration = self.iteration
+        lost = "A load that began between backward and step() did not come to its end."
+        iteration.abandon(lost if iteration.early and not iteration.speculative else None)
+
+    def check_not_lost(self) -> None:
+        """Raise if weights and state are between two steps: training on, or saving, would spread that."""
+        for lost in (self._lost, *(engine.lost for engine in self.engines)):
+            if lost is not None:
+                raise StepLostError(lost)
+
+    def lose(self, reason: str) -> None:
+        """Weights and state do not belong together any more; training must not go on with them."""
+        self._lost = f"{reason} Load a checkpoint into the model and this optimizer to go on."
+
+    def forget_lost_step(self) -> None:
+        """All state has been replaced."""
+        self._lost = None
+
+    # Waiting
+
+    def synchronize(self) -> None:
+        """Make the host and the caller's stream wait until all weights and state are new and where they live."""
+        self.places.settle("synchronize: the weights are ready")
+        if self.overlap is not None:
+            self.overlap.all_waited()
+        for engine in self.engines:
+            engine.transport.synchronize("host: all stores are done")
+            engine.check()
+
+    def settle(self) -> None:
+        """Make the caller's stream wait for all updates: what is known of a parameter's state is then up to date."""
+        self.places.settle("read: the state is known")
+
+    def drain_state(self) -> None:
+        """The state on the host is about to be read, or written: it is the newest, and the only one."""
+        if self.overlap is not None:
+            self.overlap.check_between_steps()
+        self.synchronize()
+        for engine in self.engines:
+            engine.transport.pipeline.discard_staged()
+
+    def take_snapshots(self) -> dict[int, Snapshot]:
+        """Snapshots of the state on the host, which has been drained, for a writer that goes on by itself."""
+        return self.places.take_snapshots()
+
+    def settle_snapshots(self) -> None:
+        """Make the copies that snapshots have asked for: before waiting for the writer of one."""
+        self.places.settle_snapshots()
+
+    def before_overwrite(self) -> None:
+        """State is about to be written by something other than a step: a save that is still reading it goes first."""
+        self.places.wait_for_snapshots()
+
+    # Placing by hand
+
+    def prefetch(self) -> None:
+        """Fetch as much state as `window` allows, now."""
+        if self.overlap is None or not self.config.window:
+            raise ConfigError("prefetch() fetches into the window; found window=0. Use window='all', or a size.")
+        self.check_not_lost()
+        for engine in self.engines:
+            engine.transport.prepare()
+            self.overlap.prefetch(engine)
+
+    def evict(self) -> None:
+        """Give the window's memory back, behind the last stores."""
+        for engine in self.engines:
+            engine.transport.pipeline.discard_staged()
+            engine.transport.pipeline.narrow(0)
+
+    def move_to(self, config: OffloadConfig) -> None:
+        """All state to the plan that `config` gives. If it fails, nothing has changed."""
+        self.drain_state()
+        places = self.places.moved_to(with_slots(config, self.model), self.groups)
+        self.places.close()
+        self.places, self.config = places, config
+        self.iteration.revert()  # the next one is of the new places
+        self._host_s_before = 0.0
+        if self.speculation.clips:
+            self.arm_speculation()
+        if self.overlap is not None:
+            self.overlap.replanned(config)
+        logger.info("replanned, %s", self.plan.summary())
+
+    def close(self) -> None:
+        """Give back slots and pinned memory, after the last copy."""
+        self.iteration.give_up("The optimizer was closed between backward and step().")
+        if self.overlap is not None:
+            self.overlap.remove()
+        self.places.give_up("close: the weights are ready")
+        for engine in self.engines:
+            engine.close()
+
+    # Looking
+
+    def state_of(self, param: torch.Tensor) -> ParamState:
+        """The state of `param`; `KeyError` if it is not a parameter of this optimizer."""
+        if param not in self.places.states:
+            self.follow_groups()
+        return self.places.states[param]
+
+    def all_states(self) -> list[ParamState]:
+        """In the order of `param_groups`."""
+        return [self.state_of(param) for group in self.groups for param in group["params"]]
+
+    def group_of(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Every parameter's group, now."""
+        return {param: group for group in self.groups for param in group["params"]}
+
+    def check_values(
+        self, values: Mapping[torch.Tensor, Mapping[str, Any]], groups: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Raise if `values` cannot be loaded as state, given the options in `groups`. Changes nothing."""
+        self.places.check_values(values, self.groups, self.groups if groups is None else groups)
+
+    def with_class_defaults(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """`groups` of a checkpoint, completed as the optimizer's class completes those of older versions."""
+        for group in groups:
+            group["params"] = []
+        self.shell.__setstate__({"state": {}, "param_groups": groups})
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    @property
+    def plan(self) -> Plan:
+        """Where each parameter's state lives, in the order of `param_groups`."""
+        return self.places.plan(self.all_states())
+
+    @property
+    def last_host_s(self) -> float:
+        """Seconds in which the CPU was updating since the last iteration began; with overlap, after `step()` too."""
+        return sum(engine.transport.host_busy_s for engine in self.engines) - self._host_s_before
+
+    def device_state_bytes(self, device: torch.device) -> int:
+        """State on `device` now: resident state and slots."""
+        resident = (state.resident.values() for state in self.all_states() if state.param.device == device)
+        slots = self.places.engines[device].transport.pipeline.device_bytes
+        return sum(tensor.nbytes for tensors in resident for tensor in tensors) + slots
+
+    def fallbacks(self) -> list[str]:
+        """What does not happen as it was asked for, and why."""
+        found = [engine.transport.window_cut for engine in self.engines] + [self.speculation.impossible]
+        if self.speculation.is_off:
+            found.append("clipping is active too often: updates in backward are made in step() for now")
+        overlap = self.overlap.fallbacks() if self.overlap is not None else []
+        return [text for text in found if text is not None] + overlap
