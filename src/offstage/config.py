@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import enum
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,14 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 MIN_CHUNK_BYTES = 16 * 1024
 WINDOWS = ("auto", "all")
+
+
+class Placement(enum.Enum):
+    """Where a parameter's state lives and is updated."""
+
+    RESIDENT = "resident"  # lives and is updated on the device
+    STREAMED = "streamed"  # lives on the host, is updated on the device
+    HOST = "host"  # lives and is updated on the host
 
 
 def parse_size(value: int | str, field: str, *, or_one_of: tuple[str, ...] = ()) -> int:

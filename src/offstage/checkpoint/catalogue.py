@@ -24,9 +24,8 @@ from offstage.checkpoint.readers import Joined, Kept, Line, Plain, Unsigned, Wid
 from offstage.engine.param_state import HeldState
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError
-from offstage.memory.arena import Arena
+from offstage.memory.arena import ALIGN_BYTES, Arena
 from offstage.optimizer.optimizer import OffloadedOptimizer
-from offstage.planning.layout import ALIGN_BYTES
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
 from offstage.tensors import as_param, flat_like, local_box, local_of, reshard
 

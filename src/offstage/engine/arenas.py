@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.engine.host_trips import slot_bytes_of
 from offstage.engine.param_state import HeldState
 from offstage.engine.pipeline import HostState
 from offstage.memory.arena import Arena
 from offstage.planning.layout import Chunk, Layout, Piece, make_layout
-from offstage.planning.plan import HOST_CHUNK, Placement
+from offstage.planning.plan import HOST_CHUNK
 from offstage.rules.rule import Rule
 
 Member = tuple[HostState, list[HeldState], Chunk]

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import torch
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.engine.param_state import HeldState
 from offstage.engine.pipeline import HostState, Trip
 from offstage.engine.rounds import Pending, Round
@@ -29,7 +29,6 @@ from offstage.engine.transport import DeviceSide
 from offstage.errors import StepLostError
 from offstage.lanes.lanes import Lane, Lanes, Mark, on_device
 from offstage.planning.layout import Chunk, Piece
-from offstage.planning.plan import Placement
 from offstage.rules.rule import Rule, Share, Turn
 from offstage.tensors import copy_back
 

@@ -26,8 +26,8 @@ import torch
 
 from offstage.engine.pipeline import HostState
 from offstage.lanes.lanes import Lane, Lanes, Mark
-from offstage.memory.arena import Arena
-from offstage.planning.layout import ALIGN_BYTES, Chunk, Piece
+from offstage.memory.arena import ALIGN_BYTES, Arena
+from offstage.planning.layout import Chunk, Piece
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule, Share, Turn
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from offstage.config import Placement
 from offstage.engine.pipeline import HostState
 from offstage.errors import ConfigError
-from offstage.planning.plan import Placement
 from offstage.rules import master_weights
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, Rule, StateKey
 from offstage.tensors import as_param, check_layout, flat_like, like, local_of, local_value, order_of

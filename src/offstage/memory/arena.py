@@ -25,15 +25,22 @@ import torch
 
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
-from offstage.memory.numa import cpus_near
+from offstage.memory.cpus import cpus_near
 
 logger = logging.getLogger("offstage")
 
+ALIGN_BYTES = 256
+"""What starts in an arena, a slot or a pool starts at a multiple of this."""
 _HUGE_PAGE = 2 * 1024 * 1024
 _TOUCH_BYTES = 64 * 1024 * 1024  # one thread's share of first touch at a time
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _PAGE = mmap.PAGESIZE
+
+
+def round_up(number: int, to: int = ALIGN_BYTES) -> int:
+    """The smallest multiple of `to` that is at least `number`."""
+    return -(-number // to) * to
 
 
 class Arena:

@@ -14,9 +14,8 @@ import torch
 
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
-from offstage.memory.arena import Arena, check_host_memory
+from offstage.memory.arena import Arena, check_host_memory, round_up
 
-_ALIGN = 256
 _SMALLEST_SLAB, _LARGEST_SLAB = 1024 * 1024, 512 * 1024 * 1024
 
 
@@ -59,7 +58,7 @@ class HostPool:
 
     def take(self, nbytes: int) -> Range:
         """A range of `nbytes`. Raises if the budget or the machine has no room for it."""
-        padded = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+        padded = round_up(max(nbytes, 1))
         for slab in self._slabs:
             for number, (start, stop) in enumerate(slab.gaps):
                 if stop - start >= padded:
@@ -85,7 +84,7 @@ class HostPool:
 
     def give_back(self, taken: Range) -> None:
         """`taken` may be used again. The caller's stream has waited for its last copy, so all that follows has."""
-        padded = max(_ALIGN, -(-taken.nbytes // _ALIGN) * _ALIGN)
+        padded = round_up(max(taken.nbytes, 1))
         start, stop = taken.start, taken.start + padded
         gaps = taken.slab.gaps
         place = bisect.bisect(gaps, (start, stop))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from offstage.activations.host_weights import is_host_weight
-from offstage.config import OffloadConfig, format_size
+from offstage.config import OffloadConfig, Placement, format_size
 from offstage.engine.engine import Engine
 from offstage.engine.param_state import HeldState
 from offstage.engine.snapshot import Snapshot
@@ -33,7 +33,7 @@ from offstage.optimizer.places import Places
 from offstage.optimizer.receipt import Receipt, make_receipt
 from offstage.optimizer.replanning import moved_places, replanned_config
 from offstage.planning.group_slots import with_slots
-from offstage.planning.plan import Placement, Plan
+from offstage.planning.plan import Plan
 from offstage.rules import choose_rule, shell_of
 from offstage.rules.rule import Turn
 from offstage.tensors import flat_like, local_gradient, place_gradient, reshard

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ALIGN_BYTES = 256
-
+from offstage.memory.arena import ALIGN_BYTES, round_up
 
 Extent = Mapping[str, int]
 """What one parameter keeps: the number of elements of each state key."""
@@ -57,7 +56,7 @@ class Layout:
 
     def padded(self, numel: int) -> int:
         """`numel` rounded up to where the next aligned element begins."""
-        return _round_up(numel, _align_elements(self.itemsize))
+        return round_up(numel, _align_elements(self.itemsize))
 
     def range_of(self, piece: Piece, key: str) -> tuple[int, int]:
         """The elements of `key`'s arena that `piece` covers."""
@@ -81,14 +80,14 @@ def make_layout(
     for extent in extents:
         offsets.append(dict(cursor))
         for key in itemsize:
-            cursor[key] += _round_up(extent[key], align)
+            cursor[key] += round_up(extent[key], align)
     pieces = (
         _cut(numel, itemsize, align, chunk_bytes) if split else _whole(extents, numel, itemsize, align, chunk_bytes)
     )
     chunks = []
     for number, group in enumerate(pieces):
         ranges = {key: _span(group, offsets, extents, key) for key in itemsize}
-        nbytes = sum(_round_up(stop - start, align) * itemsize[key] for key, (start, stop) in ranges.items())
+        nbytes = sum(round_up(stop - start, align) * itemsize[key] for key, (start, stop) in ranges.items())
         chunks.append(Chunk(number, tuple(group), ranges, nbytes))
     return Layout(dict(itemsize), tuple(extents), tuple(offsets), cursor, tuple(chunks))
 
@@ -96,7 +95,7 @@ def make_layout(
 def padded_bytes(extent: Extent, itemsize: Mapping[str, int]) -> int:
     """What one parameter's state takes in the arenas, alignment included."""
     align = _align_elements(itemsize)
-    return sum(_round_up(extent[key], align) * size for key, size in itemsize.items())
+    return sum(round_up(extent[key], align) * size for key, size in itemsize.items())
 
 
 def _cut(numel: Sequence[int], itemsize: Mapping[str, int], align: int, chunk_bytes: int) -> list[list[Piece]]:
@@ -112,7 +111,7 @@ def _cut(numel: Sequence[int], itemsize: Mapping[str, int], align: int, chunk_by
                 room = capacity
             stop = min(size, start + room)
             chunks[-1].append(Piece(index, start, stop, whole=stop - start == size))
-            room -= _round_up(stop - start, align)
+            room -= round_up(stop - start, align)
             start = stop
     return chunks
 
@@ -147,7 +146,3 @@ def _span(
 def _align_elements(itemsize: Mapping[str, int]) -> int:
     # The same number of elements for every key, so that a range is the same in every arena.
     return ALIGN_BYTES // min(itemsize.values())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

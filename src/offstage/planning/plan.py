@@ -1,30 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter's state lives where. Pure: sizes and configuration in, plan out, the same answer every time.
-
-`plan_placements` turns settings into placements; `planner.py` finds the settings.
-"""
+"""Which parameter's state lives where. Pure: sizes and configuration in, plan out, the same answer every time."""
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from offstage.config import OffloadConfig, format_size
+from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
-
-if TYPE_CHECKING:
-    from offstage.planning.predict import Candidate, Prediction
-
-
-class Placement(enum.Enum):
-    """Where a parameter's state lives and is updated."""
-
-    RESIDENT = "resident"  # lives and updates on the device
-    STREAMED = "streamed"  # lives on the host, updates on the device
-    HOST = "host"  # lives and updates on the host
-
+from offstage.planning.predict import CHOSEN, Candidate, Prediction
+from offstage.planning.sizes import ParamSize
 
 HOST_CHUNK = 3
 """Chunks that the CPU updates are so many times larger: each costs its threads the interpreter for a while, and what
@@ -32,25 +20,10 @@ they take in a staging buffer is a third of their state."""
 HOST_SLOTS = 4
 """Staging buffers on the host for chunks that the CPU updates: one comes down, two are updated (threads that are done
 with one go on to the next), one goes up."""
-
-
-@dataclass(frozen=True)
-class ParamSize:
-    """A parameter as the planner sees it."""
-
-    name: str
-    device: str
-    state_bytes: int
-    """Bytes of state, without alignment."""
-    padded_bytes: int
-    """The same with alignment: what it takes in the arenas or in a slot."""
-    splits: bool
-    """Whether chunks may split it."""
-    numel: int = 0
-    weight_bytes: int = 0
-    """Of the parameter itself, which is on the device; its gradient is as large."""
-    expert: bool = False
-    """Belongs to experts of a mixture: `World` divides it differently, and it moves only if it got a gradient."""
+_MOST_ROWS = 24
+"""A plan with more parameters is shown by groups of them."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a dotted name that is a number."""
 
 
 @dataclass(frozen=True)
@@ -114,22 +87,31 @@ class Plan:
         return ", ".join(parts).replace(")", " parameters)", 1) or "none"
 
     def __str__(self) -> str:
-        from offstage.planning.plan_text import plan_table
-
-        return plan_table(self)
+        return "\n".join(_table(self))
 
     def to_json(self) -> str:
         """The whole plan as a JSON object."""
-        from offstage.planning.plan_text import plan_to_json
-
-        return plan_to_json(self)
+        fields = dataclasses.asdict(self)
+        fields["placements"] = [placement.value for placement in self.placements]
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The inverse of `to_json`."""
-        from offstage.planning.plan_text import plan_from_json
-
-        return plan_from_json(text)
+        try:
+            fields = json.loads(text)
+            fields["sizes"] = tuple(ParamSize(**size) for size in fields["sizes"])
+            fields["placements"] = tuple(Placement(value) for value in fields["placements"])
+            fields["prediction"] = Prediction(**fields["prediction"]) if fields["prediction"] else None
+            fields["candidates"] = tuple(
+                Candidate(**{**one, "prediction": Prediction(**one["prediction"])}) for one in fields["candidates"]
+            )
+            fields["notes"] = tuple(fields["notes"])
+            return cls(**fields)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"Plan.from_json expects what Plan.to_json wrote; found {text[:80]!r} ({error!r}). Make the plan again."
+            ) from error
 
 
 def plan_placements(
@@ -270,3 +252,71 @@ def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
             "fraction=0.0 to keep everything resident on purpose."
         )
     raise OffloadIneffectiveError(f"Nothing would be offloaded: {reason}")
+
+
+# A plan as a table #
+
+
+def _table(plan: Plan) -> list[str]:
+    """The rows of `str(plan)`; a plan of `make_plan` also shows what it costs and what else was considered."""
+    rows = _parameters(plan) if len(plan.sizes) <= _MOST_ROWS else _groups(plan)
+    if plan.prediction is None:
+        return [*rows, plan.summary()]
+    return [*_facts(plan, plan.prediction), "", *rows, "", *_candidates(plan.candidates)]
+
+
+def _parameters(plan: Plan) -> Iterator[str]:
+    yield f"{'parameter':<40} {'state':>12}  placement"
+    for size, placement in zip(plan.sizes, plan.placements, strict=True):
+        yield f"{size.name:<40} {format_size(size.state_bytes):>12}  {placement.value}"
+
+
+def _groups(plan: Plan) -> Iterator[str]:
+    """Parameters whose names differ only in numbers are one row."""
+    groups: dict[str, list[tuple[ParamSize, Placement]]] = {}
+    for size, placement in zip(plan.sizes, plan.placements, strict=True):
+        groups.setdefault(_NUMBER.sub("*", size.name), []).append((size, placement))
+    yield f"{'parameters':<46} {'number':>7} {'state':>10} {'resident':>10} {'streamed':>10} {'on the host':>11}"
+    for name, members in groups.items():
+        sums = {placement: sum(s.state_bytes for s, p in members if p is placement) for placement in Placement}
+        cells = [format_size(sums[placement]) if sums[placement] else "-" for placement in Placement]
+        whole = format_size(sum(sums.values()))
+        short = name if len(name) <= 46 else f"{name[:22]}…{name[-23:]}"
+        yield f"{short:<46} {len(members):>7,} {whole:>10} {cells[0]:>10} {cells[1]:>10} {cells[2]:>11}"
+
+
+def _facts(plan: Plan, found: Prediction) -> Iterator[str]:
+    slots = f", {plan.slots} slots of {format_size(plan.slot_bytes)} among it" if plan.slots else ""
+    whole = f", an iteration {_ms(found.iteration_ms)}" if found.iteration_ms is not None else ""
+    rows = [
+        ("state", plan.by_placement()),
+        ("device", f"{format_size(found.device_state_bytes)} of state{slots}"),
+        ("", f"{format_size(found.device_peak_bytes)} at the peak, with weights, gradients and the workload's bytes"),
+        ("host", format_size(found.host_bytes)),
+        ("moved per step", f"{format_size(found.bytes_up)} up, {format_size(found.bytes_down)} down"),
+        ("exposed", f"{_ms(found.exposed_ms)}{whole}"),
+        ("busy per step", ", ".join(f"{name} {_ms(time)}" for name, time in found.busy_ms.items())),
+        *(("note", text) for text in plan.notes),
+    ]
+    for name, value in rows:
+        yield f"{name:<15} {value}"
+
+
+def _candidates(candidates: Sequence[Candidate]) -> Iterator[str]:
+    yield (
+        f"  {'considered':<25} {'CPU':>4} {'resident':>9} {'device':>9} {'host':>9} "
+        f"{'exposed':>9} {'iteration':>9}  verdict"
+    )
+    for one in candidates:
+        found = one.prediction
+        iteration = _ms(found.iteration_ms) if found.iteration_ms is not None else "-"
+        mark = ">" if one.verdict == CHOSEN else " "
+        yield (
+            f"{mark} {one.name:<25} {one.host_fraction:>4.0%} {format_size(one.resident_bytes):>9} "
+            f"{format_size(found.device_state_bytes):>9} {format_size(found.host_bytes):>9} "
+            f"{_ms(found.exposed_ms):>9} {iteration:>9}  {one.verdict}"
+        )
+
+
+def _ms(time: float) -> str:
+    return f"{time:.1f} ms" if time < 100 else f"{time:,.0f} ms"

@@ -14,16 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from offstage.config import OffloadConfig, parse_size
 from offstage.errors import ConfigError
-from offstage.planning.plan import ParamSize
-
-if TYPE_CHECKING:
-    from offstage.planning.machine import Machine
+from offstage.planning.machine import Machine
+from offstage.planning.sizes import ParamSize
 
 CHOSEN = "chosen"
+LEFT_TO_STEP = 0.25
+"""`update_in_backward` with `overlap_forward`: share of the state that is left to `step()` until a backward has been
+measured."""
+GRADIENTS_IN_FLIGHT = 0.25
+"""`update_in_backward`: share of all gradients that may wait for their update during backward. If more wait, the
+allocator returns their memory only after the updates, which then delay backward. Updates fall that far behind only
+where the link is much too slow."""
+OLD_WEIGHTS_ON_HOST = 0.25
+"""`update_in_backward` with clipping: share of the old weights that is kept on the host instead of the device. They are
+the weights whose gradients come last, when the device is fullest."""
 
 _LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches under backward, where chunks wait for the last of their gradients."""
@@ -31,9 +38,6 @@ _CPU_IN_BACKWARD = 0.65
 """Share of its rate that the CPU reaches under backward, whose hooks and recomputation need the interpreter too."""
 _TOGETHER = 0.9
 """Of what host memory carries for one thing alone, it carries so much for copies and the CPU together: measured."""
-_GRADIENTS_IN_FLIGHT = 0.25  # as in early.py
-_LEFT_TO_STEP = 0.25  # where backward's time is not known, as in early.py
-_KEPT_ON_HOST = 0.25  # old weights of speculative updates, as in early.py
 _HOST_MS_PER_CHUNK = 0.1
 """With speculation the host waits for the norm and only then queues the rest of the step: measured, per chunk."""
 
@@ -239,7 +243,7 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
     left, kept = 1.0, Load()
     if in_backward:
         if speculates:
-            kept = Load(down=_KEPT_ON_HOST * off * (1.0 - shares.host) * totals.weights)
+            kept = Load(down=OLD_WEIGHTS_ON_HOST * off * (1.0 - shares.host) * totals.weights)
         early = streamed + kept if speculates else streamed + on_host  # speculation leaves the host's part to step()
         early_ms = early.ms(rates) / _LINK_IN_BACKWARD
         if not speculates:
@@ -278,12 +282,12 @@ def gradient_share(config: OffloadConfig, workload: Workload, left: float) -> fl
     if not config.overlap_forward:
         left = 0.0  # step() waits for all of them, so the link begins with each in backward
     elif not workload.backward_ms:
-        left = _LEFT_TO_STEP
-    return left + (1.0 - left) * _GRADIENTS_IN_FLIGHT
+        left = LEFT_TO_STEP
+    return left + (1.0 - left) * GRADIENTS_IN_FLIGHT
 
 
 def kept_weight_share(config: OffloadConfig, workload: Workload) -> tuple[float, float]:
     """Share of the streamed weights that speculative updates keep twice: on the device, on the host."""
     if not (config.update_in_backward and workload.clips):
         return 0.0, 0.0
-    return 1.0 - _KEPT_ON_HOST, _KEPT_ON_HOST
+    return 1.0 - OLD_WEIGHTS_ON_HOST, OLD_WEIGHTS_ON_HOST

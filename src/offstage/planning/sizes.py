@@ -1,28 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model, a state dict or plain numbers → `ParamSize`s. Pure: only shapes and formats are looked at.
-
-Used by `planner.py`. State is counted as the AdamW rule keeps it; whoever trains with another optimizer gives
-`ParamSize`s.
-"""
+"""What there is to place: a model's parameters as `ParamSize`s, and one rank's share of them in a `World`. Pure."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
+from offstage.memory.arena import round_up
 from offstage.planning.layout import padded_bytes
-from offstage.planning.plan import ParamSize
 from offstage.rules.adamw import AdamRule
 from offstage.tensors import local_of
 
 EXPERTS = r"(^|\.)experts(\.|$)"
 """Which names belong to routed experts: a part of the dotted name is ``experts``. ``shared_experts`` are not meant:
 every token uses them."""
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+"""The first number in a dotted name is that of the layer."""
+
+
+@dataclass(frozen=True)
+class ParamSize:
+    """A parameter as the planner sees it."""
+
+    name: str
+    device: str
+    state_bytes: int
+    """Bytes of state, without alignment."""
+    padded_bytes: int
+    """The same with alignment: what it takes in the arenas or in a slot."""
+    splits: bool
+    """Whether chunks may split it."""
+    numel: int = 0
+    weight_bytes: int = 0
+    """Of the parameter itself, which is on the device; its gradient is as large."""
+    expert: bool = False
+    """Belongs to experts of a mixture: `World` divides it differently, and it moves only if it got a gradient."""
+
 
 Shape = int | Sequence[int]
 Source = nn.Module | Mapping[str, "torch.Tensor | Shape"] | Sequence[ParamSize]
@@ -94,4 +115,112 @@ def _size(name: str, tensor: torch.Tensor, rule: AdamRule, expert: bool) -> Para
         numel=tensor.numel(),
         weight_bytes=tensor.nbytes,
         expert=expert,
+    )
+
+
+# One rank's share #
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank has."""
+
+    sizes: tuple[ParamSize, ...]
+    """The state it keeps and updates, with the weights that belong to it."""
+    weight_bytes: int
+    """Weights on its device: more than those it updates, where ranks divide only the state."""
+    gradient_bytes: int
+    stage: str = ""
+    """Which layers, with pipeline stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """How many ranks divide the model, and in which ways. `data` x `tensor` x `pipeline` is all of them."""
+
+    data: int = 1
+    """Ranks that see different data."""
+    tensor: int = 1
+    """Ranks that divide every dense parameter."""
+    pipeline: int = 1
+    """Stages, of consecutive layers."""
+    expert: int = 1
+    """Ranks, among the data x tensor ones of a stage, that divide the experts. Each has whole experts."""
+    ranks_per_host: int = 1
+    """Each has a device and a link of its own; host memory, its bandwidth and the CPU's threads are shared evenly."""
+    shard_state: bool = True
+    """Ranks with the same weights divide their optimizer state (a distributed optimizer, ZeRO-1 and up, FSDP2)."""
+    shard_weights: bool = False
+    """They divide weights and gradients too (ZeRO-3, FSDP2)."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline", "expert", "ranks_per_host"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"World expects a whole number of at least 1 for {name}; found {value!r}.")
+        if self.data * self.tensor % self.expert:
+            raise ConfigError(
+                f"World expects `expert` to divide the {self.data * self.tensor} ranks of a stage (data x tensor); "
+                f"found expert={self.expert}. Use one of its divisors."
+            )
+        if self.shard_weights and not self.shard_state:
+            raise ConfigError("shard_weights=True divides the state too, which contradicts shard_state=False.")
+
+    @property
+    def ranks(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def share_of(self, sizes: Sequence[ParamSize]) -> RankShare:
+        """What a rank of the stage with the most state has. Sizes are rounded up."""
+        chosen, stage = self._stage(sizes)
+        here, weights, gradients = [], 0, 0
+        for size in chosen:
+            here.append(_divide(size, self._parts(size, self.shard_state)))
+            on_device = -(-size.weight_bytes // self._parts(size, self.shard_weights))
+            weights += on_device
+            gradients += on_device if size.state_bytes else 0  # what is frozen has none
+        return RankShare(tuple(here), weights, gradients, stage)
+
+    def _parts(self, size: ParamSize, sharded: bool) -> int:
+        """Among how many ranks of a stage `size` is divided."""
+        divided = self.expert if size.expert else self.tensor
+        return self.data * self.tensor if sharded else divided
+
+    def _stage(self, sizes: Sequence[ParamSize]) -> tuple[Sequence[ParamSize], str]:
+        if self.pipeline == 1:
+            return sizes, ""
+        numbers = [int(match[1]) if (match := _LAYER.search(size.name)) else None for size in sizes]
+        layers = sorted({number for number in numbers if number is not None})
+        if len(layers) < self.pipeline:
+            raise ConfigError(
+                f"pipeline={self.pipeline} expects names with the numbers of at least as many layers, such as "
+                f"'layers.0.weight'; found {len(layers)}. Use fewer stages, or name the layers."
+            )
+        per_stage = -(-len(layers) // self.pipeline)
+        stage_of = {layer: position // per_stage for position, layer in enumerate(layers)}
+        first = next(i for i, number in enumerate(numbers) if number is not None)
+        stages: dict[int, list[ParamSize]] = {}
+        for i, (size, number) in enumerate(zip(sizes, numbers, strict=True)):
+            # What comes before the layers is in the first stage, and what comes after them in the last.
+            edge = 0 if i < first else max(stage_of.values())
+            stages.setdefault(edge if number is None else stage_of[number], []).append(size)
+        most = max(stages, key=lambda stage: (self._state_bytes(stages[stage]), -stage))
+        mine = [layer for layer in layers if stage_of[layer] == most]
+        return stages[most], f"layers {mine[0]} to {mine[-1]}"
+
+    def _state_bytes(self, sizes: Sequence[ParamSize]) -> float:
+        return sum(size.state_bytes / self._parts(size, self.shard_state) for size in sizes)
+
+
+def _divide(size: ParamSize, parts: int) -> ParamSize:
+    if parts == 1:
+        return size
+    state = -(-size.state_bytes // parts)
+    padded = -(-size.padded_bytes // parts)
+    return dataclasses.replace(
+        size,
+        state_bytes=state,
+        padded_bytes=round_up(max(state, padded)),
+        numel=-(-size.numel // parts),
+        weight_bytes=-(-size.weight_bytes // parts),
     )

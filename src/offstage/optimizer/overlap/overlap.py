@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
 from offstage.engine.param_state import HeldState
 from offstage.errors import ConfigError, OffstageError, StepLostError
@@ -31,7 +31,6 @@ from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.hooks import Cues
 from offstage.optimizer.overlap.selection import Early
 from offstage.optimizer.overlap.window import Window
-from offstage.planning.plan import Placement
 from offstage.rules.rule import Turn
 from offstage.tensors import has_placed_gradient, is_dense
 

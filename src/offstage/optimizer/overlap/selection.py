@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
 from offstage.engine.param_state import HeldState
 from offstage.errors import HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.overlap.speculation import Speculation
-from offstage.planning.plan import Placement
 
 logger = logging.getLogger("offstage")
 
