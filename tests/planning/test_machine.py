@@ -255,7 +255,7 @@ def test_what_the_allocator_has_in_reserve_is_free(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: {3: (70 * GIB, 80 * GIB)}[index])
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: {3: 9 * GIB}[index])
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda index: {3: 5 * GIB}[index])
-    assert measure._of_the_moment(torch.device("cuda", 3))["device_free_bytes"] == 74 * GIB
+    assert measure._momentary(torch.device("cuda", 3))["device_free_bytes"] == 74 * GIB
 
 
 # The file #
@@ -383,7 +383,7 @@ def test_no_place_for_a_file_is_no_error(passes, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("OFFSTAGE_CACHE", str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.INFO, "offstage"):
         found = measure_machine(CPU)
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
     assert rates(measure_machine(CPU)) == rates(found)  # the process remembers
     assert len(passes) == 1
 
@@ -393,7 +393,7 @@ def test_a_write_that_fails_leaves_nothing(own_cache, caplog):
     (own_cache / "machine-x.json").mkdir()  # in the way of the rename
     with caplog.at_level(logging.INFO, "offstage"):
         measure._write(own_cache / "machine-x.json", {}, by_hand())
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
     assert [path.name for path in own_cache.iterdir()] == ["machine-x.json"]
 
 

@@ -20,40 +20,40 @@ master and both moments 4 read and 4 written each."""
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One host and one of its devices. Rates in GB/s are 1e9 bytes per second; sizes are bytes."""
+    """One host and one of its devices. Sizes are bytes; 1 GB/s is 1e9 bytes per second."""
 
     device_name: str
-    """The accelerator's name; ``"cpu"`` where there is none: the link is then a copy within host memory."""
+    """The accelerator's name; ``"cpu"`` without one: the link is then a copy within host memory."""
     device_bytes: int
-    """Memory of the device in all (of the host, without an accelerator)."""
+    """Total memory of the device (of the host, without an accelerator)."""
     device_free_bytes: int
-    """What this process could still allocate there when it was asked."""
+    """Device memory that this process could still allocate at the time of the call."""
     host_bytes: int
-    """Memory of the host in all."""
+    """Total memory of the host."""
     host_free_bytes: int
-    """What MemAvailable and the memory limits of the cgroup left when they were asked."""
+    """Host memory that MemAvailable and the cgroup's limits left at the time of the call."""
     link_up_gb_per_s: float
-    """Host to device, pinned, nothing coming down."""
+    """Pinned host memory to the device, with the other direction idle."""
     link_down_gb_per_s: float
-    """Device to host, pinned, nothing going up."""
+    """The device to pinned host memory, with the other direction idle."""
     link_duplex_gb_per_s: float
-    """Each way with both ways busy."""
+    """Each direction, with both busy."""
     dram_gb_per_s: float
-    """Host memory traffic, read and written together, of the best streaming pass on all threads."""
+    """Host memory traffic, reads and writes together, of the best streaming pass on all threads."""
     host_update_gb_per_s: Mapping[int, float] = dataclasses.field(hash=False)
     """Threads → host memory traffic of AdamW with an fp32 master, bf16 weight and gradient (30 bytes per parameter)."""
     host_update_gparam_limit: float
-    """The arithmetic's own limit: 1e9 parameters per second and thread, on data in the cache."""
+    """Limit of the arithmetic itself: 1e9 parameters per second and thread, on data in the cache."""
     pin_gib_per_s: float
-    """How fast an arena is mapped, populated and registered, in GiB/s."""
+    """Rate at which an arena is mapped, populated and registered."""
     device_gb_per_s: float
-    """Device memory traffic, read and written together, of an elementwise operation in place."""
+    """Device memory traffic, reads and writes together, of an elementwise operation in place."""
     threads: int
-    """CPUs this process may keep busy, before it shares them with the other ranks of the host."""
+    """CPUs that this process may keep busy, not yet divided among the ranks of the host."""
     ranks_on_host: int = 1
     """Processes that share this host's link, memory and CPUs."""
     numa_nodes: int = 1
-    """Nodes that have CPUs."""
+    """NUMA nodes that have CPUs."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -61,7 +61,7 @@ class Machine:
             if isinstance(value, int | float) and not value >= (0 if field.name.endswith("free_bytes") else 1e-9):
                 raise ConfigError(
                     f"Machine expects a positive {field.name}; found {value!r}. Measure with measure_machine(), or "
-                    "give the rate or size of the machine you mean."
+                    "give the rate or size of the machine to plan for."
                 )
         rates = self.host_update_gb_per_s
         if not rates or not all(threads >= 1 and rate > 0 for threads, rate in rates.items()):
@@ -72,14 +72,14 @@ class Machine:
         object.__setattr__(self, "host_update_gb_per_s", dict(sorted(rates.items())))
 
     def host_update_rate(self, num_threads: int, bytes_per_param: float = UPDATE_BYTES_PER_PARAM) -> float:
-        """1e9 parameters per second that the host updates in a format with this much memory traffic per parameter.
+        """1e9 parameters per second that the host updates, in a format with this much memory traffic per parameter.
 
-        Between measured thread counts the traffic is interpolated; beyond them nothing is gained.
+        The traffic is interpolated between measured thread counts; beyond the largest it stays the same.
         """
         counts = list(self.host_update_gb_per_s)
         threads = min(max(num_threads, 1), counts[-1])
         rates = [self.host_update_gb_per_s[count] for count in counts]
-        # Fewer threads than were measured: in proportion.
+        # Below the smallest measured count the rate is proportional to the threads.
         traffic = float(np.interp(threads, [0, *counts], [0.0, *rates]))
         return min(traffic / bytes_per_param, self.host_update_gparam_limit * threads)
 

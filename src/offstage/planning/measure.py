@@ -32,26 +32,26 @@ from offstage.planning.machine import Machine
 
 logger = logging.getLogger("offstage")
 
-_METHOD = 1  # counts up when the measuring changes: older files are then not used
-_PATIENCE_SECONDS = 60.0  # for another rank that is measuring
+_METHOD = 1  # increased when the measuring changes, so that older files are not used
+_PATIENCE_SECONDS = 60.0  # how long to wait for another rank that is measuring
 
 _measured: dict[str, Machine] = {}
 _measuring = threading.Lock()
 
 
 def measure_machine(device: torch.device | None = None, *, refresh: bool = False) -> Machine:
-    """The rates of this machine, measured or remembered, and what is free right now.
+    """The rates of this machine, from its file or measured in a few seconds, and the memory that is free now.
 
-    `device`: the current accelerator by default. `refresh` measures again whatever is remembered.
+    `device`: the current accelerator by default. `refresh` measures again even if there is a file.
     """
     device = _resolve(device)
     key = _identity(device)
     name = _file_name(key)
     with _measuring:
         if refresh or name not in _measured:
-            _measured[name] = _remembered_or_measured(device, key, cache_folder() / name, refresh)
+            _measured[name] = _read_or_measure(device, key, cache_folder() / name, refresh)
         machine = _measured[name]
-    return dataclasses.replace(machine, **_of_the_moment(device))
+    return dataclasses.replace(machine, **_momentary(device))
 
 
 def _resolve(device: torch.device | None) -> torch.device:
@@ -69,7 +69,7 @@ def _resolve(device: torch.device | None) -> torch.device:
 
 
 def _identity(device: torch.device) -> dict[str, Any]:
-    """Everything that changes the rates. Two hosts of the same make may share a file."""
+    """Everything that changes the rates. Two hosts of the same kind may share a file."""
     folder = cpus.pci_folder(device)
     return {
         "method": _METHOD,
@@ -90,7 +90,7 @@ def _identity(device: torch.device) -> dict[str, Any]:
 
 
 def _digest(module: str) -> str:
-    """Of a module's source, without importing it: numba takes a while."""
+    """A digest of a module's source, without importing it: numba is slow to import."""
     spec = importlib.util.find_spec(module)
     assert spec is not None
     assert spec.origin is not None
@@ -106,10 +106,10 @@ def _device_name(device: torch.device) -> str:
 
 @functools.cache
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The first processor's name; where it has none (Arm), the numbers that stand for it."""
+    """The first processor's name; where it has none (Arm), its identification numbers."""
     fields: dict[str, str] = {}
     with contextlib.suppress(OSError), open(cpuinfo) as lines:
-        for line in itertools.takewhile(str.strip, lines):  # the kernel is slow to write all of them
+        for line in itertools.takewhile(str.strip, lines):  # the first processor only: the kernel is slow to write all
             name, _, value = line.partition(":")
             fields[name.strip()] = value.strip()
     numbers = [fields.get(name, "") for name in ("CPU implementer", "CPU part", "CPU variant")]
@@ -124,11 +124,12 @@ def _first_line(path: Path) -> str | None:
 
 
 def host_bytes() -> int:
+    """Total memory of the host."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _of_the_moment(device: torch.device) -> dict[str, Any]:
-    """The fields that no file can know."""
+def _momentary(device: torch.device) -> dict[str, Any]:
+    """The fields that are read at every call."""
     left = [size for size in (mem_available(), cgroup_available()) if size is not None]
     host = device_free = min(left, default=host_bytes())
     if device.type != "cpu":
@@ -144,6 +145,7 @@ def _of_the_moment(device: torch.device) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
+    """``$OFFSTAGE_CACHE``, or ``offstage`` in the user's cache folder."""
     if own := os.environ.get("OFFSTAGE_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "offstage"
@@ -153,7 +155,7 @@ def _file_name(key: dict[str, Any]) -> str:
     return f"machine-{hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]}.json"
 
 
-def _remembered_or_measured(device: torch.device, key: dict[str, Any], path: Path, refresh: bool) -> Machine:
+def _read_or_measure(device: torch.device, key: dict[str, Any], path: Path, refresh: bool) -> Machine:
     found = None if refresh else _read(path, key)
     if found is not None:
         return found
@@ -166,18 +168,18 @@ def _remembered_or_measured(device: torch.device, key: dict[str, Any], path: Pat
 
 
 def _measure(device: torch.device, key: dict[str, Any]) -> Machine:
-    from offstage.planning.rates import measure_rates  # numba takes a while to import
+    from offstage.planning.rates import measure_rates  # numba is slow to import
 
     start = time.perf_counter()
-    moment = _of_the_moment(device)
-    rates = measure_rates(device, key["threads"], moment["host_free_bytes"], moment["device_free_bytes"])
+    momentary = _momentary(device)
+    rates = measure_rates(device, key["threads"], momentary["host_free_bytes"], momentary["device_free_bytes"])
     machine = Machine(
         device_name=key["device"],
         device_bytes=key["host_bytes"] if device.type == "cpu" else torch.accelerator.get_memory_info(device.index)[1],
         host_bytes=key["host_bytes"],
         threads=key["threads"],
         numa_nodes=key["numa_nodes"],
-        **moment,
+        **momentary,
         **rates,
     )
     logger.info("measured this machine in %.1f s", time.perf_counter() - start)
@@ -186,15 +188,15 @@ def _measure(device: torch.device, key: dict[str, Any]) -> Machine:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Ranks of one host measure one at a time, so that they do not slow each other; the next finds the file."""
+    """Let only one rank of the host measure at a time: they would slow each other down, and the next finds the file."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / "lock", "a")  # noqa: SIM115
     except OSError as error:
-        logger.info("the machine's rates cannot be kept in %s (%s)", folder, error)
+        logger.info("the machine's rates cannot be saved in %s (%s)", folder, error)
         yield
         return
-    with file:  # closing it lets the next one in
+    with file:  # closing it releases the lock
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while time.monotonic() < deadline:
             try:
@@ -212,7 +214,7 @@ def _read(path: Path, key: dict[str, Any]) -> Machine | None:
     try:
         content = json.loads(path.read_text())
         if content["key"] != key:
-            raise ValueError("it is about another machine")
+            raise ValueError("it describes another machine")
         return Machine.from_json(json.dumps(content["machine"]))
     except FileNotFoundError:
         return None
@@ -222,7 +224,7 @@ def _read(path: Path, key: dict[str, Any]) -> Machine | None:
 
 
 def _write(path: Path, key: dict[str, Any], machine: Machine) -> None:
-    """Whole or not at all: whoever reads meanwhile finds the old file or the new one."""
+    """Replace the file in one operation: readers see the old content or the new one."""
     content = json.dumps({"key": key, "machine": json.loads(machine.to_json())}, indent=2)
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, suffix=".new", delete=False) as file:
@@ -234,4 +236,4 @@ def _write(path: Path, key: dict[str, Any], machine: Machine) -> None:
                 os.unlink(file.name)
                 raise
     except OSError as error:
-        logger.info("the machine's rates cannot be kept in %s (%s)", path, error)
+        logger.info("the machine's rates cannot be saved in %s (%s)", path, error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter's state lives where. Pure: sizes and configuration in, plan out, the same answer every time."""
+"""`Plan`: where each parameter's state lives. Pure: the same sizes and configuration give the same plan."""
 
 from __future__ import annotations
 
@@ -15,56 +15,57 @@ from offstage.planning.predict import CHOSEN, Candidate, Prediction
 from offstage.planning.sizes import ParamSize
 
 HOST_CHUNK = 3
-"""Chunks that the CPU updates are so many times larger: each costs its threads the interpreter for a while, and what
-they take in a staging buffer is a third of their state."""
+"""Chunks that the CPU updates are this many times larger than `chunk_bytes`: every chunk costs its threads some time
+under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
 HOST_SLOTS = 4
-"""Staging buffers on the host for chunks that the CPU updates: one comes down, two are updated (threads that are done
-with one go on to the next), one goes up."""
+"""Staging buffers on the host for chunks that the CPU updates: one is filled from the device, two are updated (threads
+that finish one go on to the next), one is copied back."""
 _MOST_ROWS = 24
-"""A plan with more parameters is shown by groups of them."""
+"""`str(plan)` shows a plan with more parameters by groups of them."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a dotted name that is a number."""
+"""A number between the dots of a name."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The placement of every parameter, and the slots. Printable; equal for equal input."""
+    """The placement of every parameter on one device, and the slots. Printable; equal for equal input."""
 
     sizes: tuple[ParamSize, ...]
     placements: tuple[Placement, ...]
     slots: int
     slot_bytes: int
-    """At most this much per slot: `chunk_bytes`, the largest unsplittable parameter, or all there is."""
+    """The most that a slot takes: `chunk_bytes`, the largest parameter that is not split, or all streamed state."""
     window: int | str = 0
-    """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` are found out in training."""
+    """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` become bytes in training."""
     host_slots: int = 0
     host_slot_bytes: int = 0
-    """At most this much per staging buffer on the host: weights and gradients of a chunk that the CPU updates."""
+    """The most that a staging buffer on the host takes: weights and gradients of a chunk that the CPU updates."""
     prediction: Prediction | None = field(default=None, compare=False)
     """What `make_plan` expects of this plan."""
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
-    """What `make_plan` considered, this plan included, and why it was not taken."""
+    """The plans that `make_plan` considered, this one first, each with the reason why it was chosen or not."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the prediction assumes."""
 
     def bytes_of(self, placement: Placement) -> int:
+        """State bytes of the parameters with this placement."""
         return sum(s.state_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is placement)
 
     @property
     def host_share(self) -> float:
-        """Share of the state that left the device which the CPU updates."""
+        """The share that the CPU updates, of the state that left the device."""
         off_device = self.bytes_of(Placement.HOST) + self.bytes_of(Placement.STREAMED)
         return self.bytes_of(Placement.HOST) / off_device if off_device else 0.0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: state that is not resident, and staging buffers."""
+        """Host memory for state that is not resident, and for staging buffers."""
         off_device = (s for s, p in zip(self.sizes, self.placements, strict=True) if p is not Placement.RESIDENT)
         return sum(s.padded_bytes for s in off_device) + self.host_slots * self.host_slot_bytes
 
     @property
     def device_bytes(self) -> int:
-        """State on the device: resident state, slots, and a window of known size."""
+        """Device memory for resident state, slots, and a window of known size."""
         window = self.window if isinstance(self.window, int) else 0
         return self.bytes_of(Placement.RESIDENT) + self.slots * self.slot_bytes + window
 
@@ -77,7 +78,7 @@ class Plan:
         return f"state: {self.by_placement()} through {self.slots} slots of {format_size(self.slot_bytes)}{window}"
 
     def by_placement(self) -> str:
-        """How much is where."""
+        """How many bytes and parameters have each placement."""
         words = {Placement.RESIDENT: "resident", Placement.HOST: "updated on the host", Placement.STREAMED: "streamed"}
         parts = [
             f"{format_size(self.bytes_of(placement))} {word} ({self.placements.count(placement)})"
@@ -117,10 +118,10 @@ class Plan:
 def plan_placements(
     sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement] | None = None
 ) -> Plan:
-    """Decide, for one device, which parameters stay: the small ones, then the first ones as far as they may.
+    """Place the parameters of one device. Small ones stay resident, then the first ones as far as there is room.
 
     The first layers' state is the best to keep: their gradients come last in backward and their weights are needed
-    first in the next forward. `placed` are parameters, by position, that have their place already.
+    first in the next forward. `placed`: parameters, by position, whose placement is already decided.
     """
     placed = placed or {}
     chunk_bytes = int(config.chunk_bytes)
@@ -154,13 +155,15 @@ def plan_placements(
     )
 
 
-def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> list[int]:
-    """Which of the parameters that are not resident the CPU updates.
+def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> set[int]:
+    """Choose which of the parameters that are not resident the CPU updates.
 
-    They are spread evenly: host and device both work in the order of forward, so that neither holds up the other.
+    They are spread evenly over the model: host and device both work in the order of forward, so neither delays the
+    other.
     """
-    share = _host_share(config)
-    chosen, total, on_host = [], 0, 0.0
+    share = host_share(config)
+    assert share is not None, "the planner chooses a share before parameters are placed"
+    chosen, total, on_host = set(), 0, 0.0
     for i, size in enumerate(sizes):
         placement = placed.get(i)
         if placement is Placement.RESIDENT:
@@ -168,19 +171,18 @@ def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapp
         total += size.state_bytes
         wanted = on_host + size.state_bytes / 2 <= share * total and share > 0
         if placement is Placement.HOST or (placement is None and wanted):
-            chosen.append(i)
+            chosen.add(i)
             on_host += size.state_bytes
     return chosen
 
 
-def _host_share(config: OffloadConfig) -> float:
-    share = {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
-    assert share is not None, "the planner chooses a share before parameters are placed"
-    return share
+def host_share(config: OffloadConfig) -> float | None:
+    """The share that the CPU updates, of the state that leaves the device; `None`: the planner chooses it."""
+    return {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
 
 
 def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
-    """Weights and gradients of the largest chunk that the CPU updates, if gradients have their parameters' format."""
+    """Bytes of weights and gradients of the largest chunk that the CPU updates, if both have the same dtype."""
     whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
     splits = [size for size in sizes if size.splits and size.padded_bytes]
     per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
@@ -201,25 +203,25 @@ def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
 
 
 def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: OffloadConfig) -> float:
-    """How many bytes of state may stay resident, of which `kept` must."""
+    """How many bytes of state may stay resident; `kept` bytes of them must."""
     wanted = (1.0 - config.fraction) * everything if config.fraction is not None else 0.0
     if config.device_budget is None:
         return wanted
     budget = int(config.device_budget)
     if everything <= budget and config.fraction is None:
         return everything
-    if _host_share(config) == 1.0:
+    if host_share(config) == 1.0:
         slot_bytes = window = 0  # nothing comes back to the device
     else:
-        window = int(config.window)  # the config refuses "auto" and "all" beside a budget
+        window = int(config.window)  # OffloadConfig refuses "auto" and "all" together with a budget
     staging = config.num_slots * slot_bytes + window
     also = f", a window of {format_size(window)}" if window else ""
     need = staging + kept
     if need > budget:
         slots = f"{config.num_slots} slots of {format_size(slot_bytes)}{also} and " if staging else ""
         raise ConfigError(
-            f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that stays "
-            "resident (parameters under min_bytes, or placed before). Raise it to "
+            f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that must stay "
+            "resident (parameters under min_bytes, or placed earlier). Raise it to "
             f"{format_size(need, up=True)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
         )
     if config.fraction is None:
@@ -235,14 +237,14 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
 
 
 def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
-    """Asked to offload, nothing to offload on any device: say so now rather than after a week."""
+    """Raise if offloading was asked for and all state would stay on its device."""
     if config.fraction == 0.0 or any(p is not Placement.RESIDENT for plan in plans for p in plan.placements):
         return
     sizes = [size for plan in plans for size in plan.sizes]
     everything = sum(size.state_bytes for size in sizes)
     budget = config.device_budget
     if config.fraction is None and budget is not None and 0 < everything <= int(budget) * len(plans):
-        return  # the budget is met by keeping everything
+        return  # all state fits the budget
     if everything == 0:
         reason = "this optimizer keeps no state (SGD without momentum?). Use it without offstage, or with momentum."
     else:
@@ -272,7 +274,7 @@ def _parameters(plan: Plan) -> Iterator[str]:
 
 
 def _groups(plan: Plan) -> Iterator[str]:
-    """Parameters whose names differ only in numbers are one row."""
+    """One row for all parameters whose names differ only in numbers."""
     groups: dict[str, list[tuple[ParamSize, Placement]]] = {}
     for size, placement in zip(plan.sizes, plan.placements, strict=True):
         groups.setdefault(_NUMBER.sub("*", size.name), []).append((size, placement))
@@ -286,7 +288,7 @@ def _groups(plan: Plan) -> Iterator[str]:
 
 
 def _facts(plan: Plan, found: Prediction) -> Iterator[str]:
-    slots = f", {plan.slots} slots of {format_size(plan.slot_bytes)} among it" if plan.slots else ""
+    slots = f", including {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.slots else ""
     whole = f", an iteration {_ms(found.iteration_ms)}" if found.iteration_ms is not None else ""
     rows = [
         ("state", plan.by_placement()),

@@ -19,35 +19,34 @@ from offstage.rules.adamw import AdamRule
 from offstage.tensors import local_of
 
 EXPERTS = r"(^|\.)experts(\.|$)"
-"""Which names belong to routed experts: a part of the dotted name is ``experts``. ``shared_experts`` are not meant:
-every token uses them."""
+"""Names of routed experts: ``experts`` between the dots. ``shared_experts`` do not match: every token uses them."""
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
-"""The first number in a dotted name is that of the layer."""
+"""The first number between the dots of a name: the layer's."""
 
 
 @dataclass(frozen=True)
 class ParamSize:
-    """A parameter as the planner sees it."""
+    """One parameter as the planner sees it."""
 
     name: str
     device: str
     state_bytes: int
     """Bytes of state, without alignment."""
     padded_bytes: int
-    """The same with alignment: what it takes in the arenas or in a slot."""
+    """Bytes of state in the arenas or in a slot, with alignment."""
     splits: bool
     """Whether chunks may split it."""
     numel: int = 0
     weight_bytes: int = 0
-    """Of the parameter itself, which is on the device; its gradient is as large."""
+    """Bytes of the parameter itself, which is on the device; its gradient is as large."""
     expert: bool = False
-    """Belongs to experts of a mixture: `World` divides it differently, and it moves only if it got a gradient."""
+    """Belongs to a routed expert: `World` divides it differently, and its state moves only if it got a gradient."""
 
 
 Shape = int | Sequence[int]
 Source = nn.Module | Mapping[str, "torch.Tensor | Shape"] | Sequence[ParamSize]
-"""What a plan can be made of."""
+"""What `make_plan` accepts."""
 
 
 def param_sizes(
@@ -57,11 +56,11 @@ def param_sizes(
     dtype: torch.dtype = torch.bfloat16,
     experts: str = EXPERTS,
 ) -> list[ParamSize]:
-    """What AdamW keeps for each parameter of `source` in the formats of `config`, in the order of forward.
+    """The size of each parameter of `source` with the state that AdamW keeps in the formats of `config`.
 
     `source` is a model (on any device, the meta device too), a state dict, or a mapping from names to shapes or numbers
-    of elements; the last are taken to be of `dtype`. `ParamSize`s are returned as they are. `experts` is a pattern that
-    finds the names of routed experts.
+    of elements, then of `dtype`, in the order of forward. Only shapes and formats are read. `ParamSize`s, for other
+    optimizers, are returned as they are. `experts` is a pattern for the names of routed experts.
     """
     if isinstance(source, nn.Module):
         named: Iterable[tuple[str, torch.Tensor]] = source.named_parameters()
@@ -84,9 +83,9 @@ def _of_mapping(source: Mapping[str, torch.Tensor | Shape], dtype: torch.dtype) 
     for name, given in source.items():
         if not isinstance(given, torch.Tensor):
             yield name, _stand_in(name, given, dtype)
-        elif given.is_floating_point():  # a state dict holds buffers too; those that count something are not trained
+        elif given.is_floating_point():  # integers in a state dict are buffers, which are not trained
             storage = (given.untyped_storage()._cdata, given.storage_offset(), tuple(given.shape))
-            if storage not in seen:  # tied parameters have two names
+            if storage not in seen:  # tied parameters appear under two names
                 seen.add(storage)
                 yield name, given
 
@@ -103,7 +102,7 @@ def _stand_in(name: str, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
 
 def _size(name: str, tensor: torch.Tensor, rule: AdamRule, expert: bool) -> ParamSize:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-    tensor = local_of(tensor)  # a plan is one rank's
+    tensor = local_of(tensor)  # a plan is for one rank
     keys = () if frozen else rule.keys(tensor, {"amsgrad": False})
     itemsize = {key.name: key.dtype.itemsize for key in keys}
     return ParamSize(
@@ -123,35 +122,35 @@ def _size(name: str, tensor: torch.Tensor, rule: AdamRule, expert: bool) -> Para
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank has."""
+    """One rank's share of a model."""
 
     sizes: tuple[ParamSize, ...]
-    """The state it keeps and updates, with the weights that belong to it."""
+    """What this rank updates."""
     weight_bytes: int
-    """Weights on its device: more than those it updates, where ranks divide only the state."""
+    """Weights on its device: more than it updates where ranks divide only the state."""
     gradient_bytes: int
     stage: str = ""
-    """Which layers, with pipeline stages."""
+    """The layers of its pipeline stage, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """How many ranks divide the model, and in which ways. `data` x `tensor` x `pipeline` is all of them."""
+    """How ranks divide a model. There are `data` x `tensor` x `pipeline` ranks."""
 
     data: int = 1
-    """Ranks that see different data."""
+    """Number of ranks that see different data."""
     tensor: int = 1
-    """Ranks that divide every dense parameter."""
+    """Number of ranks that divide every dense parameter."""
     pipeline: int = 1
-    """Stages, of consecutive layers."""
+    """Number of stages, each of consecutive layers."""
     expert: int = 1
-    """Ranks, among the data x tensor ones of a stage, that divide the experts. Each has whole experts."""
+    """Number of ranks, of the data x tensor ranks of a stage, that divide the experts. Each has whole experts."""
     ranks_per_host: int = 1
-    """Each has a device and a link of its own; host memory, its bandwidth and the CPU's threads are shared evenly."""
+    """Ranks on one host. Each has a device and a link; they share host memory, its bandwidth and the threads evenly."""
     shard_state: bool = True
     """Ranks with the same weights divide their optimizer state (a distributed optimizer, ZeRO-1 and up, FSDP2)."""
     shard_weights: bool = False
-    """They divide weights and gradients too (ZeRO-3, FSDP2)."""
+    """Ranks with the same weights divide weights and gradients too (ZeRO-3, FSDP2)."""
 
     def __post_init__(self) -> None:
         for name in ("data", "tensor", "pipeline", "expert", "ranks_per_host"):
@@ -164,29 +163,32 @@ class World:
                 f"found expert={self.expert}. Use one of its divisors."
             )
         if self.shard_weights and not self.shard_state:
-            raise ConfigError("shard_weights=True divides the state too, which contradicts shard_state=False.")
+            raise ConfigError(
+                "shard_weights=True divides the state too, which contradicts shard_state=False. Leave it out."
+            )
 
     @property
     def ranks(self) -> int:
         return self.data * self.tensor * self.pipeline
 
     def share_of(self, sizes: Sequence[ParamSize]) -> RankShare:
-        """What a rank of the stage with the most state has. Sizes are rounded up."""
+        """The share of a rank in the stage with the most state. Sizes are rounded up."""
         chosen, stage = self._stage(sizes)
         here, weights, gradients = [], 0, 0
         for size in chosen:
             here.append(_divide(size, self._parts(size, self.shard_state)))
             on_device = -(-size.weight_bytes // self._parts(size, self.shard_weights))
             weights += on_device
-            gradients += on_device if size.state_bytes else 0  # what is frozen has none
+            gradients += on_device if size.state_bytes else 0  # frozen parameters get no gradient
         return RankShare(tuple(here), weights, gradients, stage)
 
     def _parts(self, size: ParamSize, sharded: bool) -> int:
-        """Among how many ranks of a stage `size` is divided."""
+        """The number of ranks of a stage that divide `size`."""
         divided = self.expert if size.expert else self.tensor
         return self.data * self.tensor if sharded else divided
 
     def _stage(self, sizes: Sequence[ParamSize]) -> tuple[Sequence[ParamSize], str]:
+        """The pipeline stage with the most state per rank, and its layers in words."""
         if self.pipeline == 1:
             return sizes, ""
         numbers = [int(match[1]) if (match := _LAYER.search(size.name)) else None for size in sizes]
@@ -198,11 +200,11 @@ class World:
             )
         per_stage = -(-len(layers) // self.pipeline)
         stage_of = {layer: position // per_stage for position, layer in enumerate(layers)}
-        first = next(i for i, number in enumerate(numbers) if number is not None)
+        first, last = next(i for i, number in enumerate(numbers) if number is not None), stage_of[layers[-1]]
         stages: dict[int, list[ParamSize]] = {}
         for i, (size, number) in enumerate(zip(sizes, numbers, strict=True)):
-            # What comes before the layers is in the first stage, and what comes after them in the last.
-            edge = 0 if i < first else max(stage_of.values())
+            # Parameters before the layers belong to the first stage, those after them to the last.
+            edge = 0 if i < first else last
             stages.setdefault(edge if number is None else stage_of[number], []).append(size)
         most = max(stages, key=lambda stage: (self._state_bytes(stages[stage]), -stage))
         mine = [layer for layer in layers if stage_of[layer] == most]
