@@ -181,7 +181,7 @@ def test_link_rates_are_bytes_each_way_over_time(up_busy, down_busy):
 
 
 class Clock(threading.local):
-    """Time that passes only where work says so, in each thread by itself: no load can make it slower."""
+    """Time that advances only where the work says so, separately in each thread: load cannot slow it down."""
 
     now = 0.0
 
