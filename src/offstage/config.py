@@ -194,8 +194,8 @@ class OffloadConfig:
         threads = self.threads
         if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
             raise ConfigError(
-                f"threads expects a whole number of at least 1; found {threads!r}. Leave it out for this rank's share "
-                "of the CPUs."
+                f"threads expects a whole number of at least 1; found {threads!r}. Leave it out: affinity, CPU limit "
+                "and ranks per node decide."
             )
         is_number = isinstance(self.slots, int) and not isinstance(self.slots, bool) and self.slots >= 1
         if self.slots is not None and not is_number:

@@ -220,8 +220,8 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
     if need > budget:
         slots = f"{config.num_slots} slots of {format_size(slot_bytes)}{also} and " if staging else ""
         raise ConfigError(
-            f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that must stay "
-            "resident (parameters under min_bytes, or placed earlier). Raise it to "
+            f"device_budget of {format_size(budget)} cannot hold {slots}{format_size(kept)} of state that stays "
+            "resident (parameters under min_bytes, or placed before). Raise it to "
             f"{format_size(need, up=True)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
         )
     if config.fraction is None:
