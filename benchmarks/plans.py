@@ -29,8 +29,8 @@ import offstage
 from benchmarks.common import milliseconds, write_row
 from benchmarks.workload import GPT, Size, adamw, build, tokens
 from offstage.config import OffloadConfig
-from offstage.planning.plan import ParamSize
 from offstage.planning.planner import choose_host_fraction
+from offstage.planning.sizes import ParamSize
 
 BATCH = 8
 WARM_UP, LEARNING_WARM_UP = 3, 4  # update_in_backward learns in its first iterations, and a window opens

@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from benchmarks.common import RESULTS
 from benchmarks.workload import GPT, Size
 from offstage import Machine, OffloadConfig, Workload, make_plan
-from offstage.planning.plan import ParamSize, plan_placements
-from offstage.planning.sizes import param_sizes
+from offstage.planning.plan import plan_placements
+from offstage.planning.sizes import ParamSize, param_sizes
 
 FIGURES = Path(__file__).parent.parent / "docs" / "figures"
 COLORS = {"fetch": "#3b6fb5", "update": "#c4572e", "store": "#4a8f5b", "compute": "#6b6b6b"}

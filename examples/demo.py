@@ -29,8 +29,8 @@ from rich.table import Table
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from offstage import checkpoint
-from offstage.config import format_size
-from offstage.planning.plan import Placement, Plan
+from offstage.config import Placement, format_size
+from offstage.planning.plan import Plan
 
 FOLDER = Path("runs/demo")
 STEPS, KILLED_AFTER = 60, 47

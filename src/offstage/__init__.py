@@ -12,11 +12,12 @@ from offstage.errors import (
     StepLostError,
 )
 from offstage.optimizer.optimizer import OffloadedOptimizer, offload
-from offstage.planning.machine import Machine, measure_machine
+from offstage.planning.machine import Machine
+from offstage.planning.measure import measure_machine
 from offstage.planning.plan import Plan
 from offstage.planning.planner import make_plan
 from offstage.planning.predict import Workload
-from offstage.planning.world import World
+from offstage.planning.sizes import World
 
 __version__ = "0.1.0"
 

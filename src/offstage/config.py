@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`OffloadConfig`, `ActivationConfig`: everything a user can choose, validated when it is made."""
+"""`OffloadConfig`, `ActivationConfig`: all settings of offstage, checked when the object is made."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ WINDOWS = ("auto", "all")
 class Placement(enum.Enum):
     """Where a parameter's state lives and is updated."""
 
-    RESIDENT = "resident"  # lives and updates on the device
-    STREAMED = "streamed"  # lives on the host, updates on the device
-    HOST = "host"  # lives and updates on the host
+    RESIDENT = "resident"  # lives and is updated on the device
+    STREAMED = "streamed"  # lives on the host, is updated on the device
+    HOST = "host"  # lives and is updated on the host
 
 
 def parse_size(value: int | str, field: str, *, or_one_of: tuple[str, ...] = ()) -> int:
-    """Bytes from an int or a string such as ``"8GiB"``; `or_one_of` is what else the field takes, for the message."""
+    """Bytes from an int or a string such as ``"8GiB"``. `or_one_of`: other values of the field, for the message."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].upper() in _UNITS:
@@ -52,7 +52,7 @@ def parse_size(value: int | str, field: str, *, or_one_of: tuple[str, ...] = ())
 
 
 def format_size(num_bytes: float, *, up: bool = False) -> str:
-    """``1536`` → ``1.5 KiB``; used in every message and table. `up`: never less, for what a message says to ask for."""
+    """``1536`` → ``1.5 KiB``. `up` rounds up, for sizes that a message tells the user to set."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -67,69 +67,70 @@ def format_size(num_bytes: float, *, up: bool = False) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What leaves the device, who updates it, when, in which format, and how it moves.
+    """How much optimizer state leaves the device, where and when it is updated, in which format, and how it moves.
 
     Sizes are bytes or strings such as ``"8GiB"``; after construction they are bytes.
     """
 
-    # What leaves
+    # How much leaves
 
     fraction: float | None = None
     """Share of the state's bytes that leaves the device, met to within one parameter. ``None``: all of it, or
-    what `device_budget` decides. ``0.0``: off, with no streams, arenas, transfers or hooks."""
+    as much as `device_budget` requires. ``0.0``: off, with no streams, arenas, transfers or hooks."""
 
     device_budget: int | str | None = None
-    """Most bytes of state on the device: resident state, slots and window together."""
+    """The most device memory for state: resident state, slots and window together."""
 
     device_peak: int | str | None = None
-    """Most bytes of device memory for the whole process: what ``window="auto"`` keeps under, and what `make_plan`
-    (with a workload) and `replan` (with the peak so far) make a `device_budget` of."""
+    """The most device memory for the whole process. ``window="auto"`` stays below it; `make_plan` (with a workload)
+    and `replan` (with the peak so far) derive a `device_budget` from it."""
 
     host_budget: int | str | None = None
-    """Most bytes of host memory for state."""
+    """The most host memory for state."""
 
     min_bytes: int | str = "64KiB"
     """Parameters with less state than this stay resident."""
 
-    # Who updates
+    # Where it is updated
 
     update_on: Literal["device", "host", "auto"] = "device"
-    """Where state that left the device is updated. ``"device"``: it comes back for its update. ``"host"``: the CPU
-    updates it where it is; gradients go down and weights come up. ``"auto"``: both at once, in the shares that
-    `make_plan` finds fastest for this machine."""
+    """Where state that left the device is updated. ``"device"``: it is copied back for its update. ``"host"``: the CPU
+    updates it where it is; gradients are copied to the host and weights back. ``"auto"``: both at the same time, in the
+    shares that `make_plan` finds fastest for this machine."""
 
     host_fraction: float | None = None
     """Share of the offloaded bytes that the CPU updates, met to within one parameter. Setting it implies
-    ``update_on="auto"``; ``None`` lets the planner choose there."""
+    ``update_on="auto"``; with ``"auto"`` and ``None`` the planner chooses it."""
 
     threads: int | None = None
-    """CPU threads for updates on the host by offstage's own Adam and AdamW. ``None``: what affinity, the cgroup's CPU
-    limit and the number of ranks on this node leave. Other classes use torch's threads (`torch.set_num_threads`)."""
+    """CPU threads for updates on the host by offstage's own Adam and AdamW. ``None``: this rank's share of the CPUs
+    that affinity and the cgroup's CPU limit allow. Other optimizers use torch's threads (`torch.set_num_threads`)."""
 
     rule: Literal["auto", "torch"] = "auto"
-    """``"auto"``: offstage's own kernels for Adam and AdamW, the user's class for the others.
-    ``"torch"``: the user's own class does the arithmetic, always."""
+    """``"auto"``: offstage's own kernels update for Adam and AdamW, the optimizer's own class for all others.
+    ``"torch"``: the optimizer's own class always updates."""
 
     # When
 
     window: int | str = 0
-    """Extra device bytes in which chunks may wait: fetched ahead during backward, stored late under the next forward.
-    ``"auto"``: what `device_peak` leaves. ``"all"``: all state is on the device for the step and leaves again under
-    the next forward."""
+    """Extra device memory in which chunks may wait: fetched ahead during backward, stored during the next forward.
+    ``"auto"``: the memory that `device_peak` leaves. ``"all"``: all state is on the device for the step and leaves
+    again during the next forward."""
 
     overlap_forward: bool = False
-    """`step()` does not wait for the updates: each module's forward waits for its own weights, and nothing else does.
-    Needs the model. Code that reads weights outside a forward calls `optimizer.synchronize()` first."""
+    """`step()` does not wait for the updates: each module's forward waits for its own weights only. Needs the model.
+    Code that reads weights outside a forward must call `optimizer.synchronize()` first."""
 
     update_in_backward: bool = False
-    """Update a chunk as soon as its gradients are final, during backward, and drop those gradients at once. Clip with
-    `optimizer.clip_grad_norm_`; put the backwards of earlier micro-batches under `optimizer.accumulate()`."""
+    """Update a chunk during backward, as soon as its gradients are final, and free these gradients at once. Clip with
+    `optimizer.clip_grad_norm_`; run the backwards of earlier micro-batches under `optimizer.accumulate()`."""
 
     # Formats
 
     master_weights: Literal["auto", "none", "fp32", "split"] = "auto"
-    """fp32 copies of 16-bit parameters. ``"auto"``: fp32 masters for 16-bit parameters. ``"split"``: the bf16
-    weight plus 16 bits on the host, lossless, 10 bytes per parameter instead of 12 (Adam and AdamW)."""
+    """Precise copies of 16-bit parameters. ``"auto"`` and ``"fp32"``: fp32 masters. ``"none"``: no masters.
+    ``"split"``: the bf16 weight plus 16 bits on the host, lossless, 10 bytes per parameter instead of 12 (Adam and
+    AdamW)."""
 
     state_dtype: str | Mapping[str, str] = "float32"
     """Format of the moments for Adam and AdamW: ``"float32"``, ``"bfloat16"``, or a mapping per state key."""
@@ -140,12 +141,12 @@ class OffloadConfig:
     """Size of a slot: all state keys of one chunk together."""
 
     slots: int | None = None
-    """Device staging buffers. ``None``: 3, of which one fetches, one updates, one stores; more with
-    `update_in_backward` under FSDP2, where the gradients of a whole group come at once, unless `device_budget` or
-    `device_peak` limits them."""
+    """Number of staging buffers on the device. ``None``: 3, of which one is fetched, one updated, one stored. With
+    `update_in_backward` under FSDP2, which delivers the gradients of a whole group at once, there are more, unless
+    `device_budget` or `device_peak` is set."""
 
     pin_memory: bool = True
-    """Register the arenas with the accelerator. Without it copies run several times slower."""
+    """Pin the host memory of the state. Without it, copies run several times slower."""
 
     def __post_init__(self) -> None:
         for field in ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes"):
@@ -161,21 +162,21 @@ class OffloadConfig:
 
     @property
     def num_slots(self) -> int:
-        """What `slots` says, or the fewest that keep the link busy; `group_slots.py` knows when more are needed."""
+        """`slots`, or the fewest that keep the link busy."""
         return 3 if self.slots is None else self.slots
 
     @property
     def overlaps(self) -> bool:
-        """Whether anything happens outside `step()`: only then are there hooks."""
+        """Whether any work happens outside `step()`. Only then are hooks registered."""
         return bool(self.window) or self.overlap_forward or self.update_in_backward
 
     @classmethod
     def build(cls, config: OffloadConfig | None, overrides: Mapping[str, Any]) -> OffloadConfig:
-        """`config` with `overrides` on top; an unknown field raises and names the nearest one."""
+        """`config` with `overrides` applied; an unknown field raises and names the nearest one."""
         return _built(cls, config, overrides, "offload(optimizer, model, fraction=0.5)")
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """The format in which the moment `key` is kept."""
+        """The format of the moment `key`."""
         name = self.state_dtype if isinstance(self.state_dtype, str) else self.state_dtype.get(key, "float32")
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
@@ -239,19 +240,19 @@ class OffloadConfig:
             )
         if self.fraction == 0.0 and (self.update_on != "device" or self.host_fraction is not None):
             raise ConfigError(
-                "fraction=0.0 switches offloading off, which contradicts update_on and host_fraction: nothing is on "
-                "the host that could be updated there. Leave them out, or raise fraction."
+                "fraction=0.0 switches offloading off, which contradicts update_on and host_fraction: no state is on "
+                "the host to be updated there. Leave them out, or raise fraction."
             )
         self._check_overlap()
         if self.rule == "torch" and self.master_weights == "split":
             raise ConfigError(
-                "master_weights='split' is arithmetic of offstage's own Adam and AdamW rules and contradicts "
-                "rule='torch'. Use master_weights='fp32', or rule='auto'."
+                "master_weights='split' needs offstage's own Adam and AdamW rules, which contradicts rule='torch'. "
+                "Use master_weights='fp32', or rule='auto'."
             )
         if self.rule == "torch" and self.state_dtype != "float32":
             raise ConfigError(
-                "state_dtype is a choice of offstage's own Adam and AdamW rules and contradicts rule='torch', "
-                "where the user's class decides. Remove state_dtype, or use rule='auto'."
+                "state_dtype needs offstage's own Adam and AdamW rules, which contradicts rule='torch', where the "
+                "optimizer's own class decides. Remove state_dtype, or use rule='auto'."
             )
 
     def _check_overlap(self) -> None:
@@ -263,16 +264,16 @@ class OffloadConfig:
         if self.fraction == 0.0 and self.overlaps:
             raise ConfigError(
                 "fraction=0.0 switches offloading off, which contradicts window, overlap_forward and "
-                "update_in_backward: nothing moves that could overlap. Leave them out, or raise fraction."
+                "update_in_backward: there are no transfers to overlap. Leave them out, or raise fraction."
             )
         if self.window == "auto" and self.device_peak is None:
             raise ConfigError(
-                "window='auto' is the room that device_peak leaves; expected both, found no device_peak. Give "
+                "window='auto' uses the memory that device_peak leaves; expected both, found no device_peak. Give "
                 "device_peak='40GiB' (what the whole process may take), or window as a size."
             )
         if self.window in WINDOWS and self.device_budget is not None:
             raise ConfigError(
-                f"window={self.window!r} decides by itself how much state is on the device, which contradicts "
+                f"window={self.window!r} decides how much state is on the device, which contradicts "
                 f"device_budget={format_size(int(self.device_budget))}. Give window as a size, or leave one out."
             )
 
@@ -305,31 +306,33 @@ def _is_share(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationConfig:
-    """Which saved tensors leave the device between forward and backward, and how early they return."""
+    """Which saved tensors leave the device between forward and backward, and when they return."""
 
     layers: int | Sequence[nn.Module] | Literal["auto"] | None = None
-    """How many layers' tensors leave, spread over the model; or the layers themselves. `None`: all but `keep_last`.
-    `"auto"`: each layer keeps, remakes, offloads or recomputes, whatever fits `device_peak` at the least cost."""
+    """Number of layers whose tensors leave, spread over the model; or a list of the layers. ``None``: all but
+    `keep_last`. ``"auto"``: each layer keeps, remakes, offloads or recomputes its tensors, in the fastest combination
+    that fits `device_peak`."""
     fraction: float = 1.0
-    """The share of the chosen layers' saved bytes that leaves."""
+    """Share of the chosen layers' saved bytes that leaves."""
     min_bytes: int | str = "1MiB"
-    """Smaller tensors stay."""
+    """Smaller tensors stay on the device."""
     keep_last: int = 1
-    """The last layers, whose tensors stay because backward needs them at once. Not used where layers are named."""
+    """Number of last layers whose tensors stay, because backward needs them first. Not used with a list of layers."""
     prefetch: int = 1
-    """How many layers ahead tensors return in backward, and how many may be leaving at once; 1 is double buffering."""
+    """How many layers ahead tensors return in backward, and how many layers may be leaving at once; 1 is double
+    buffering."""
     activations: bool = True
-    """Saved tensors leave."""
+    """Whether saved tensors leave."""
     weights: bool = False
-    """The layers' parameters live on the host, too, and come to the device for their forward and their backward."""
+    """Whether the layers' parameters live on the host and are copied to the device for their forward and backward."""
     host_budget: int | str | None = None
-    """The most host memory to use for it."""
+    """The most host memory for tensors that left."""
     device_peak: int | str | None = None
-    """The most device memory that the whole process may take, for `layers="auto"`."""
+    """The most device memory for the whole process, for ``layers="auto"``."""
 
     @classmethod
     def build(cls, config: ActivationConfig | None, overrides: Mapping[str, Any]) -> ActivationConfig:
-        """`config` with `overrides` on top; an unknown field raises and names the nearest one."""
+        """`config` with `overrides` applied; an unknown field raises and names the nearest one."""
         return _built(cls, config, overrides, "offload_activations(model, fraction=0.5)")
 
     def __post_init__(self) -> None:
@@ -346,8 +349,8 @@ class ActivationConfig:
                 raise ConfigError(f"{name} expects True or False; found {getattr(self, name)!r}.")
         if not self.activations and not self.weights:
             raise ConfigError(
-                "activations=False and weights=False leave nothing that could go; expected one of them. Leave out "
-                "offload_activations() instead."
+                "activations=False and weights=False leave nothing to offload; expected at least one of them to be "
+                "True. Remove offload_activations() instead."
             )
         self._check_auto()
         if isinstance(self.layers, int) and self.layers < 0:
@@ -363,7 +366,7 @@ class ActivationConfig:
         if self.layers == "auto" and self.device_peak is None:
             raise ConfigError(
                 "layers='auto' fits the model into device_peak; expected both, found no device_peak. Give "
-                "device_peak='40GiB' (what the whole process may take), or say how many layers."
+                "device_peak='40GiB' (what the whole process may take), or a number of layers."
             )
         if self.layers != "auto" and self.device_peak is not None:
             raise ConfigError(
@@ -372,6 +375,6 @@ class ActivationConfig:
             )
         if self.layers == "auto" and (self.fraction != 1.0 or not self.activations):
             raise ConfigError(
-                "layers='auto' decides itself how much leaves, which contradicts fraction and activations=False. Leave "
-                "them out, or say how many layers."
+                "layers='auto' decides how much leaves, which contradicts fraction and activations=False. Leave them "
+                "out, or give a number of layers."
             )

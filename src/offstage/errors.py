@@ -7,23 +7,23 @@ class OffstageError(RuntimeError):
 
 
 class ConfigError(OffstageError, ValueError):
-    """The given settings, parameters or gradients cannot be used. Raised before anything moved."""
+    """Settings, parameters or gradients that cannot be used. Raised before any state has moved."""
 
 
 class HostMemoryError(OffstageError, MemoryError):
-    """Host memory does not suffice for the state. Raised before anything moved."""
+    """Not enough host memory. Raised before any state has moved."""
 
 
 class OffloadIneffectiveError(OffstageError):
-    """Offloading was asked for, and nothing would leave (or left) the device."""
+    """Offloading was asked for, but nothing would leave (or has left) the device."""
 
 
 class StepLostError(OffstageError):
-    """A step failed after some chunks were updated: the weights are between two steps."""
+    """A step failed after some chunks were updated: some weights are from before the step, some from after it."""
 
 
 class RaceError(OffstageError):
-    """Two accesses to one buffer that no chain of marks orders (raised by the checker only)."""
+    """Two accesses to one buffer that no chain of marks orders. Only the checker of `offstage.lanes` raises it."""
 
 
 class CheckpointError(OffstageError):

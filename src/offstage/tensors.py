@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter as this rank's flat run of elements: what its strides and its sharding are, and how to undo both.
+"""A parameter as this rank's flat run of elements: flat views of strided tensors, and local shards of DTensors.
 
-Flat views: weights, gradients and state all lie in the parameter's own memory order, so that a piece `[start, stop)`
-means the same elements everywhere. DTensors: the local shard in, a DTensor out, without dispatch through DTensor and
-without a collective (but for the norm, which is one).
+Flat views: weights, gradients and state are all in the parameter's own memory order, so that a piece `[start, stop)`
+means the same elements everywhere. DTensors: local shards are taken and described as DTensors again without dispatch
+through DTensor and without collectives, except for the norm, which needs one.
 
 [Note: the life of a sharded state] Under FSDP2 and tensor parallelism a parameter is a DTensor: a description of the
 whole (mesh, placements, global shape) around the local tensor, this rank's shard.
 
 - FSDP2 owns the local tensor of the *parameter* and may replace it between steps (`model.to`, loading with `assign`).
-  So it is looked up whenever it is needed (`ParamState.local`) and never kept.
+  So it is looked up whenever it is needed (`ParamState.local`) and never stored.
 - The *state* of a parameter has as many elements as the local shard and lives where any other state lives: in arenas,
   slots and on lanes. There it is a plain tensor. Pinning, copies and kernels never see a DTensor.
-- It becomes a DTensor when it is handed out (`optimizer.state[p]`, `state_dict()`): the same memory, described by the
+- It becomes a DTensor when a user reads it (`optimizer.state[p]`, `state_dict()`): the same memory, described by the
   parameter's mesh and placements. `DTensor.from_local` would move a host tensor to the mesh's device, so the
-  description is attached as it is (`like`). Whoever keeps it sees later steps through it, as with plain state.
-- What is loaded is a DTensor with the same mesh and placements, of which the local tensor is taken; or a plain tensor
+  description is attached directly (`like`). Later steps write to this memory, as they do with plain state.
+- A loaded value is a DTensor with the same mesh and placements, of which the local tensor is taken; or a plain tensor
   of the global shape, of which this rank's box is taken (`local_value`).
 """
 
@@ -42,9 +42,9 @@ from offstage.errors import ConfigError
 
 
 def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """`tensor` (`param` itself, its gradient, a state tensor) as one line in `param`'s memory order.
+    """`tensor` (`param` itself, its gradient, a state tensor) as one flat tensor in `param`'s memory order.
 
-    A view wherever that is possible; a copy where the order differs or the tensor has gaps in memory.
+    A view if possible; a copy if the order differs or the tensor has gaps in memory.
     """
     data = tensor.detach()
     if data.is_contiguous() and param.is_contiguous():
@@ -57,14 +57,14 @@ def flat_like(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def as_param(flat: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The inverse: a flat line in `param`'s memory order, seen in `param`'s shape."""
+    """The inverse of `flat_like`: a flat tensor in `param`'s memory order, viewed in `param`'s shape."""
     if param.is_contiguous():
         return flat.view(param.shape)
     return flat.as_strided(param.shape, _dense_strides(param))
 
 
 def order_of(param: torch.Tensor) -> tuple[int, ...]:
-    """The dims of more than one element, from the outermost in memory to the innermost: what a flat line depends on."""
+    """The dims of more than one element, from the outermost in memory to the innermost: the order of a flat tensor."""
     if param.is_contiguous():
         return tuple(dim for dim, size in enumerate(param.shape) if size > 1)
     strides = _dense_strides(param)
@@ -73,12 +73,12 @@ def order_of(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def is_dense(param: torch.Tensor) -> bool:
-    """Whether a flat line of `param` is a view of it; otherwise it is a copy."""
+    """Whether `flat_like(param, param)` is a view; otherwise it is a copy."""
     return param.is_contiguous() or _same_order(param, param)
 
 
 def copy_back(flat: torch.Tensor, param: torch.Tensor) -> None:
-    """Write `flat` to `param` if it is a copy of it (a parameter with gaps in memory) and not a view."""
+    """Write `flat` to `param` if it is a copy (of a parameter with gaps in memory) and not a view."""
     if flat.numel() and flat.data_ptr() != param.data_ptr():
         param.copy_(as_param(flat, param))
 
@@ -98,20 +98,20 @@ def _same_order(data: torch.Tensor, param: torch.Tensor) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What of `tensor` is on this rank."""
-    # `to_local()` is an autograd function with a view of its own; this is the memory.
+    """This rank's part of `tensor`."""
+    # Not `to_local()`: it is an autograd function and returns a view.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def reshard(model: nn.Module) -> None:
-    """Make `model.parameters()` the trained ones: after a forward without backward they are those FSDP2 gathered."""
+    """Make `model.parameters()` the trained shards: after a forward without backward they are FSDP2's gathered ones."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """`local`, elements for elements of `param`'s shard, described as `param` is."""
+    """`local`, with an element for each of `param`'s shard, as a DTensor with `param`'s mesh and placements."""
     if not isinstance(param, DTensor):
         return local
     meta = TensorMeta(param.shape, param.stride(), local.dtype)
@@ -120,7 +120,7 @@ def like(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def is_divided(param: torch.Tensor) -> bool:
-    """Whether other ranks have a part in `param`: all of its mesh know so."""
+    """Whether other ranks have a part of `param`. The answer is the same on all ranks of its mesh."""
     return isinstance(param, DTensor) and param.device_mesh.size() > 1
 
 
@@ -130,17 +130,17 @@ def is_sharded(param: torch.Tensor) -> bool:
 
 
 def largest_shard(param: torch.Tensor) -> int:
-    """How many elements the rank with the most of `param` has: what all ranks know alike."""
+    """The number of elements on the rank with the most of `param`. The answer is the same on all ranks."""
     sizes = list(param.shape)
     if isinstance(param, DTensor):
         for dim, placement in enumerate(param.placements):
-            if (sharded := getattr(placement, "dim", None)) is not None:  # strided shards are no `Shard`
+            if (sharded := getattr(placement, "dim", None)) is not None:  # a strided shard is not a `Shard`
                 sizes[sharded] = -(-sizes[sharded] // param.device_mesh.size(dim))
     return math.prod(sizes)
 
 
 def local_gradient(param: torch.Tensor, name: str) -> torch.Tensor:
-    """This rank's part of the gradient."""
+    """This rank's part of the gradient. Every rank of the mesh must call it."""
     grad = param.grad
     assert grad is not None
     if isinstance(param, DTensor) != isinstance(grad, DTensor):
@@ -155,9 +155,9 @@ def local_gradient(param: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def place_gradient(param: torch.Tensor) -> None:
-    """Lay the gradient out as `param` is, as torch's own optimizers do: tensor parallelism leaves partial sums.
+    """Give the gradient `param`'s placements, as torch's own optimizers do: tensor parallelism leaves partial sums.
 
-    Every rank of the mesh must call.
+    Every rank of the mesh must call it.
     """
     if not has_placed_gradient(param):
         assert isinstance(param, DTensor)
@@ -166,14 +166,14 @@ def place_gradient(param: torch.Tensor) -> None:
 
 
 def has_placed_gradient(param: torch.Tensor) -> bool:
-    """Whether the gradient is laid out as `param` is, so that using it needs no other rank."""
+    """Whether the gradient has `param`'s placements, so that using it needs no collective."""
     grad = param.grad
     both = isinstance(param, DTensor) and isinstance(grad, DTensor)
     return not both or grad.placements == param.placements  # type: ignore[attr-defined,union-attr]
 
 
 def local_value(value: torch.Tensor, param: torch.Tensor, name: str) -> torch.Tensor:
-    """This rank's part of a state tensor that is loaded for `param`; its global shape has been checked."""
+    """This rank's part of a state tensor that is loaded for `param`. The caller has checked its global shape."""
     if not isinstance(param, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     if isinstance(value, DTensor):
@@ -186,7 +186,7 @@ def local_value(value: torch.Tensor, param: torch.Tensor, name: str) -> torch.Te
 
 
 def check_layout(value: Any, param: torch.Tensor, name: str) -> None:
-    """Raise if `value` is a DTensor that is laid out in another way than `param`."""
+    """Raise if `value` is a DTensor with another mesh or other placements than `param`."""
     if not isinstance(value, DTensor) or not isinstance(param, DTensor):
         return
     if (value.device_mesh, value.placements) != (param.device_mesh, param.placements):
@@ -198,17 +198,17 @@ def check_layout(value: Any, param: torch.Tensor, name: str) -> None:
 
 
 def local_box(param: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, size) of this rank's shard in the whole. No collective: from mesh and placements alone."""
+    """(offset, size) of this rank's shard in the whole, computed from mesh and placements without a collective."""
     if not isinstance(param, DTensor):
         return (0,) * param.dim(), tuple(param.shape)
     size, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     local = tuple(local_of(param).shape)
-    if 0 in local:  # where an empty shard begins does not matter, as long as it is within the whole
+    if 0 in local:  # an empty shard may begin anywhere within the whole
         return (0,) * len(local), local
     if tuple(size) != local:
         raise ConfigError(
             f"The local shard of a parameter of shape {tuple(param.shape)} is {local}; its placements "
-            f"{param.placements} on {param.device_mesh} say {tuple(size)}. Expected them to agree."
+            f"{param.placements} on {param.device_mesh} imply {tuple(size)}. Expected them to agree."
         )
     return tuple(offset), local
 
@@ -236,9 +236,9 @@ def total_norm(
 ) -> torch.Tensor:
     """The norm of `gradients`, over all ranks that hold parts of them, as a plain tensor.
 
-    `params` are all that may have gradients: every rank of a mesh reduces the same list, with zeros for those that got
-    none here, so that ranks whose experts saw no token do not leave the others waiting. `group`: its ranks hold other
-    parameters (stages of a pipeline), whose norms count too.
+    `params` are all parameters that may have gradients. Every rank of a mesh reduces the same list, with zeros for
+    parameters without a gradient on this rank: otherwise ranks whose experts saw no token would skip the collective and
+    block the others. `group`: ranks with other parameters (stages of a pipeline), whose norms are included.
     """
     plain = [gradient for gradient in gradients.values() if not isinstance(gradient, DTensor)]
     norms = [get_total_norm(plain, norm_type)] if plain else []
@@ -246,7 +246,7 @@ def total_norm(
     for param in params:
         if isinstance(param, DTensor):
             part = local_of(gradients[param]) if param in gradients else None
-            dtype = getattr(param, "grad_dtype", param.dtype) or torch.float32  # None: gradients of any format
+            dtype = getattr(param, "grad_dtype", param.dtype) or torch.float32  # None: any dtype
             by_layout.setdefault((param.device_mesh, param.placements), []).append((part, dtype))
     for (mesh, placements), parts in by_layout.items():
         norms.append(_norm_over(mesh, placements, parts, norm_type))
@@ -263,10 +263,9 @@ def _norm_over(
     parts: Sequence[tuple[torch.Tensor | None, torch.dtype]],
     norm_type: float,
 ) -> torch.Tensor:
-    """The norm of gradients of one layout, with the roundings of `torch.nn.utils.get_total_norm` on DTensors.
+    """The norm of gradients of one layout, rounded as `torch.nn.utils.get_total_norm` rounds on DTensors.
 
-    With each part comes its parameter's dtype: what is reduced must be alike on ranks that have a gradient and on those
-    that have none.
+    Each part comes with its parameter's dtype: ranks with and without a gradient must reduce tensors of the same dtype.
     """
     there = [part for part, _ in parts if part is not None]
     device = there[0].device if there else _device_of(mesh)
@@ -281,7 +280,7 @@ def _norm_over(
 
 
 def _reduced(norms: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> torch.Tensor:
-    """Norms of what each rank has, as norms of what all have together."""
+    """Combine the norms of each rank's parts into the norms over all ranks of `group`."""
     if norm_type == float("inf"):
         dist.all_reduce(norms, dist.ReduceOp.MAX, group=group)
         return norms

@@ -20,9 +20,9 @@ from offstage import OffloadConfig, make_plan
 from offstage.cli import bench as bench_command
 from offstage.cli import main as cli
 from offstage.cli.plan import parse, usage
-from offstage.config import ActivationConfig
+from offstage.config import ActivationConfig, Placement
 from offstage.errors import ConfigError, HostMemoryError
-from offstage.planning.plan import Placement, Plan
+from offstage.planning.plan import Plan
 from offstage.train import loop
 from offstage.train.config import SECTIONS, load_config
 from offstage.train.model import SIZES, num_parameters

@@ -18,11 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import offstage
+from offstage.config import Placement
 from offstage.engine import transport as device_side
 from offstage.engine.engine import Engine
 from offstage.errors import StepLostError
 from offstage.optimizer import places as placing
-from offstage.planning.plan import Placement
 from tests.support.contract import (
     PLANS,
     SMALL,

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import offstage
+from offstage.config import Placement
 from offstage.engine import arenas as host_side
 from offstage.engine import transport as device_side
-from offstage.planning.plan import Placement
 from tests.support.contract import (
     CLASSES,
     SMALL,

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import offstage
-from offstage.planning.plan import Placement
+from offstage.config import Placement
 from tests.support.contract import (
     CLASSES,
     PLANS,

@@ -22,10 +22,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import offstage
+from offstage.config import Placement
 from offstage.errors import OffstageError
 from offstage.lanes.lanes import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
-from offstage.planning.plan import HOST_SLOTS, Placement
+from offstage.planning.plan import HOST_SLOTS
 from tests.optimizer import test_overlap_life, test_random_life
 from tests.rules import test_torch_rule
 from tests.support import overlap as overlap_training

@@ -23,10 +23,10 @@ import offstage
 from benchmarks.bits import LANES_TO_HOST, ON_HOST, DelayedLanes, mismatches
 from benchmarks.overlap_bits import SETTINGS, SMALL, Checked, Run, batches, build, delayed_lanes, offloaded, train
 from benchmarks.overlap_bits import mismatches as differences
+from offstage.config import Placement
 from offstage.errors import OffstageError, RaceError, StepLostError
 from offstage.lanes.lanes import Lane, use_lanes
 from offstage.lanes.testing.checked import CheckedLanes
-from offstage.planning.plan import Placement
 from tests.support.training import same_bits
 
 DEVICE = "cuda"

@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from offstage.memory import cpus as host_cpus
-from offstage.memory import numa
-from offstage.memory.cpus import cpu_quota, num_threads, physical_cores, ranks_on_this_host, usable_cpus
-from offstage.memory.numa import cpus_near, cpus_of_node, num_nodes, pci_folder
+from offstage.memory.cpus import (
+    cpu_quota,
+    cpus_near,
+    cpus_of_node,
+    num_nodes,
+    num_threads,
+    pci_folder,
+    physical_cores,
+    ranks_on_this_host,
+    usable_cpus,
+)
 
 CPU = torch.device("cpu")
 ACCELERATOR = torch.device("cuda", 1)
@@ -68,7 +76,7 @@ def test_nothing_known_is_one_node(tmp_path):
 
 
 def test_this_machine():
-    every = [cpus_of_node(int(folder.name[4:])) for folder in numa.NODES.glob("node[0-9]*")]
+    every = [cpus_of_node(int(folder.name[4:])) for folder in host_cpus.NODES.glob("node[0-9]*")]
     assert num_nodes() == max(1, sum(map(bool, every)))
     if every:
         assert host_cpus.affinity() <= frozenset().union(*every)
@@ -79,7 +87,7 @@ def test_this_machine():
 def test_near_on_eight_nodes(tmp_path, accelerator, node):
     nodes = nodes_of(tmp_path / "node", *(f"{8 * i}-{8 * i + 7}" for i in range(8)))
     put(tmp_path / "pci/0001:c4:02.0/numa_node", node)
-    near = cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", affinity=frozenset(range(64)))
+    near = cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", allowed=frozenset(range(64)))
     assert near == set(range(8 * node, 8 * node + 8))
 
 
@@ -88,7 +96,7 @@ def test_near_is_within_the_affinity(tmp_path, accelerator):
     put(tmp_path / "pci/0001:c4:02.0/numa_node", 1)
 
     def near(*affinity):
-        return cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", affinity=frozenset(affinity))
+        return cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", allowed=frozenset(affinity))
 
     assert near(2, 3, 4, 5) == {4, 5}
     assert near(0, 1) is None  # bound to the other node: what is there has to do
@@ -106,13 +114,13 @@ def test_an_unknown_place_is_none(tmp_path, accelerator, written):
     nodes = nodes_of(tmp_path / "node", "0-3", "4-7")
     if written is not None:
         put(tmp_path / "pci/0001:c4:02.0/numa_node", written)
-    assert cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", affinity=frozenset(range(8))) is None
+    assert cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", allowed=frozenset(range(8))) is None
 
 
 def test_one_node_is_none(tmp_path, accelerator):
     put(tmp_path / "pci/0001:c4:02.0/numa_node", 0)
     nodes = nodes_of(tmp_path / "node", "0-7")
-    assert cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", affinity=frozenset(range(8))) is None
+    assert cpus_near(ACCELERATOR, nodes=nodes, pci=tmp_path / "pci", allowed=frozenset(range(8))) is None
 
 
 def test_pci_address(tmp_path, accelerator):
@@ -156,7 +164,7 @@ def test_the_tightest_ancestor_counts(tmp_path):
     put(tmp_path / "cgroup/slice/job/cpu.max", "300000 100000")
     put(tmp_path / "cgroup/slice/cpu.max", "600000 100000")
     put(tmp_path / "cpu.max", "100000 100000")  # outside the hierarchy
-    put(tmp_path / "cgroup/slice/other/cpu.max", "100000 100000")  # somebody else's
+    put(tmp_path / "cgroup/slice/other/cpu.max", "100000 100000")  # another process's
     assert quota_of(tmp_path) == 3.0
     assert usable(tmp_path, 16) == 3
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import offstage
+from offstage.config import Placement
 from offstage.engine import param_state as held_state
 from offstage.errors import ConfigError, HostMemoryError
-from offstage.planning.plan import Placement
 from tests.support.threaded_lanes import with_threads
 from tests.support.training import lazily, same_run, train
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many slots there are where nobody has said."""
+"""The number of slots where the user has not set one."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_as_many_as_a_group_fills(process_group):
     assert slots_of(model_of(linears=1), update_in_backward=True, chunk_bytes="1MiB") == 3  # at least
 
 
-def test_nobody_else_gets_more(process_group):
+def test_other_settings_get_no_more(process_group):
     assert slots_of(model_of()) == 3
     assert slots_of(model_of(), window="64KiB") == 3
     assert slots_of(model_of(shard=False), update_in_backward=True) == 3

@@ -6,7 +6,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offstage.planning.layout import ALIGN_BYTES, Layout, make_layout, padded_bytes
+from offstage.memory.arena import ALIGN_BYTES
+from offstage.planning.layout import Layout, make_layout, padded_bytes
 
 FORMATS = [
     {"exp_avg": 4, "exp_avg_sq": 4},

@@ -15,11 +15,11 @@ import torch
 from offstage.errors import ConfigError
 from offstage.lanes.lanes import ImmediateLanes, Lane, use_lanes
 from offstage.memory import cpus as host_cpus
-from offstage.memory import numa
 from offstage.memory.arena import Arena
-from offstage.planning import machine
+from offstage.planning import measure
 from offstage.planning import rates as machine_rates
-from offstage.planning.machine import UPDATE_BYTES_PER_PARAM, Machine, measure_machine
+from offstage.planning.machine import UPDATE_BYTES_PER_PARAM, Machine
+from offstage.planning.measure import measure_machine
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -54,7 +54,7 @@ def rates(found: Machine) -> dict:
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("OFFSTAGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(machine, "_measured", {})
+    monkeypatch.setattr(measure, "_measured", {})
     return tmp_path / "cache"
 
 
@@ -83,7 +83,7 @@ def measured(tmp_path_factory):
     machine_rates._update(machine_rates._adamw_state(tiny))  # compile: that is not measuring
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OFFSTAGE_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(machine, "_measured", {})
+        patch.setattr(measure, "_measured", {})
         start = time.perf_counter()
         found = measure_machine(CPU)
         return found, time.perf_counter() - start
@@ -181,7 +181,7 @@ def test_link_rates_are_bytes_each_way_over_time(up_busy, down_busy):
 
 
 class Clock(threading.local):
-    """Time that passes only where work says so, in each thread by itself: no load can make it slower."""
+    """Time that advances only where the work says so, separately in each thread: load cannot slow it down."""
 
     now = 0.0
 
@@ -255,7 +255,7 @@ def test_what_the_allocator_has_in_reserve_is_free(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda index: {3: (70 * GIB, 80 * GIB)}[index])
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda index: {3: 9 * GIB}[index])
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda index: {3: 5 * GIB}[index])
-    assert machine._of_the_moment(torch.device("cuda", 3))["device_free_bytes"] == 74 * GIB
+    assert measure._momentary(torch.device("cuda", 3))["device_free_bytes"] == 74 * GIB
 
 
 # The file #
@@ -264,7 +264,7 @@ def test_what_the_allocator_has_in_reserve_is_free(monkeypatch):
 def test_remembered_in_the_process_and_in_the_file(passes, own_cache):
     first = measure_machine(CPU)
     assert rates(measure_machine(CPU)) == rates(first)
-    machine._measured.clear()  # another process
+    measure._measured.clear()  # another process
     start = time.perf_counter()
     assert rates(measure_machine(CPU)) == rates(first)
     assert time.perf_counter() - start < 0.5
@@ -276,18 +276,18 @@ def test_refresh_measures_again_and_replaces_the_file(passes):
     old = measure_machine(CPU)
     new = measure_machine(CPU, refresh=True)
     assert rates(new) != rates(old)
-    machine._measured.clear()
+    measure._measured.clear()
     assert rates(measure_machine(CPU)) == rates(new)
     assert len(passes) == 2
 
 
 def test_what_is_free_is_read_every_time(passes, monkeypatch):
-    monkeypatch.setattr(machine, "cgroup_available", lambda: 3 * GIB)
+    monkeypatch.setattr(measure, "cgroup_available", lambda: 3 * GIB)
     for left, clear in ((2 * GIB, False), (1 * GIB, False), (GIB // 2, True), (5 * GIB, False)):
-        monkeypatch.setattr(machine, "mem_available", lambda left=left: left)
+        monkeypatch.setattr(measure, "mem_available", lambda left=left: left)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(left // GIB + 1))
         if clear:
-            machine._measured.clear()
+            measure._measured.clear()
         found = measure_machine(CPU)
         assert found.host_free_bytes == found.device_free_bytes == min(left, 3 * GIB)
         assert found.ranks_on_host == left // GIB + 1
@@ -298,15 +298,15 @@ def test_what_is_free_is_read_every_time(passes, monkeypatch):
     ("where", "name", "value"),
     [
         (host_cpus, "usable_cpus", lambda: 77),
-        (numa, "num_nodes", lambda: 8),
-        (machine, "host_bytes", lambda: 77 * GIB),
-        (machine, "_cpu_model", lambda: "Another CPU"),
-        (machine, "_device_name", lambda device: "Another device"),
-        (machine, "__version__", "77.0"),
-        (machine, "_METHOD", 77),
+        (host_cpus, "num_nodes", lambda: 8),
+        (measure, "host_bytes", lambda: 77 * GIB),
+        (measure, "_cpu_model", lambda: "Another CPU"),
+        (measure, "_device_name", lambda device: "Another device"),
+        (measure, "_digest", lambda module: "another rule"),
+        (measure, "_METHOD", 77),
         (torch, "__version__", "77.0"),
         (torch, "get_num_threads", lambda: 77),
-        (machine, "_first_line", lambda path: "driver 77"),
+        (measure, "_first_line", lambda path: "driver 77"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -320,12 +320,12 @@ def test_a_change_of_the_machine_is_measured(passes, monkeypatch, where, name, v
 
 def test_the_slot_is_part_of_the_machine(tmp_path, monkeypatch):
     """The same accelerator behind eight lanes is another machine than behind sixteen."""
-    monkeypatch.setattr(numa, "pci_folder", lambda device: tmp_path)
-    monkeypatch.setattr(machine, "_device_name", lambda device: "one")
+    monkeypatch.setattr(host_cpus, "pci_folder", lambda device: tmp_path)
+    monkeypatch.setattr(measure, "_device_name", lambda device: "one")
     keys = []
     for width in (8, 16):
         (tmp_path / "current_link_width").write_text(f"{width}\n")
-        keys.append(machine._identity(torch.device("cuda", 0)))
+        keys.append(measure._identity(torch.device("cuda", 0)))
     assert [key.pop("link_width") for key in keys] == ["8", "16"]
     assert keys[0] == keys[1]
 
@@ -359,12 +359,12 @@ def test_a_file_that_cannot_be_used_is_replaced(passes, own_cache, caplog, spoil
     measure_machine(CPU)
     (path,) = own_cache.glob("*.json")
     path.write_text(spoil(path.read_text()))
-    machine._measured.clear()
+    measure._measured.clear()
     with caplog.at_level(logging.INFO, "offstage"):
         found = measure_machine(CPU)
     assert "the machine is measured again" in caplog.text
     assert len(passes) == 2
-    machine._measured.clear()
+    measure._measured.clear()
     assert rates(measure_machine(CPU)) == rates(found)
     assert len(passes) == 2
 
@@ -373,7 +373,7 @@ def test_a_file_that_is_not_text(passes, own_cache):
     measure_machine(CPU)
     (path,) = own_cache.glob("*.json")
     path.write_bytes(bytes(range(256)))
-    machine._measured.clear()
+    measure._measured.clear()
     assert measure_machine(CPU)
     assert len(passes) == 2
 
@@ -383,7 +383,7 @@ def test_no_place_for_a_file_is_no_error(passes, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("OFFSTAGE_CACHE", str(tmp_path / "file" / "cache"))
     with caplog.at_level(logging.INFO, "offstage"):
         found = measure_machine(CPU)
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text
     assert rates(measure_machine(CPU)) == rates(found)  # the process remembers
     assert len(passes) == 1
 
@@ -392,37 +392,37 @@ def test_a_write_that_fails_leaves_nothing(own_cache, caplog):
     own_cache.mkdir()
     (own_cache / "machine-x.json").mkdir()  # in the way of the rename
     with caplog.at_level(logging.INFO, "offstage"):
-        machine._write(own_cache / "machine-x.json", {}, by_hand())
-    assert "cannot be kept" in caplog.text
+        measure._write(own_cache / "machine-x.json", {}, by_hand())
+    assert "cannot be saved" in caplog.text
     assert [path.name for path in own_cache.iterdir()] == ["machine-x.json"]
 
 
 def test_where_the_file_is(tmp_path, monkeypatch):
-    assert machine.cache_folder() == tmp_path / "cache"
+    assert measure.cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("OFFSTAGE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert machine.cache_folder() == tmp_path / "xdg/offstage"
+    assert measure.cache_folder() == tmp_path / "xdg/offstage"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert machine.cache_folder() == tmp_path / "home/.cache/offstage"
+    assert measure.cache_folder() == tmp_path / "home/.cache/offstage"
 
 
 def test_many_writers_never_show_half_a_file(own_cache):
     own_cache.mkdir()
     path, key = own_cache / "machine-x.json", {"cpu": "x"}
     known = [by_hand(link_up_gb_per_s=10.0**i) for i in range(1, 9)]
-    machine._write(path, key, known[0])
+    measure._write(path, key, known[0])
     done = threading.Event()
 
     def write(mine: Machine) -> None:
         while not done.is_set():
-            machine._write(path, key, mine)
+            measure._write(path, key, mine)
 
     writers = [threading.Thread(target=write, args=(mine,)) for mine in known]
     for writer in writers:
         writer.start()
     try:
-        seen = [machine._read(path, key) for _ in range(300)]
+        seen = [measure._read(path, key) for _ in range(300)]
     finally:
         done.set()
         for writer in writers:
@@ -435,23 +435,23 @@ def test_many_writers_never_show_half_a_file(own_cache):
 def test_ranks_measure_one_at_a_time_and_the_others_read(passes, own_cache):
     """While one rank measures, another waits, and then finds the file."""
     found = []
-    with machine._alone(own_cache):
+    with measure._alone(own_cache):
         other = threading.Thread(target=lambda: found.append(measure_machine(CPU)))
         other.start()
         time.sleep(0.2)
         assert other.is_alive()
         assert not passes
-        key = machine._identity(CPU)
-        mine = machine._measure(CPU, key)
-        machine._write(own_cache / machine._file_name(key), key, mine)
+        key = measure._identity(CPU)
+        mine = measure._measure(CPU, key)
+        measure._write(own_cache / measure._file_name(key), key, mine)
     other.join(10)
     assert rates(found[0]) == rates(mine)
     assert len(passes) == 1
 
 
 def test_a_rank_that_never_ends_is_not_waited_for(passes, own_cache, monkeypatch):
-    monkeypatch.setattr(machine, "_PATIENCE_SECONDS", 0.1)
-    with machine._alone(own_cache):
+    monkeypatch.setattr(measure, "_PATIENCE_SECONDS", 0.1)
+    with measure._alone(own_cache):
         assert measure_machine(CPU)
     assert len(passes) == 1
 

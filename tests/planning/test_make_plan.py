@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offstage
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.errors import ConfigError, HostMemoryError
-from offstage.planning.plan import ParamSize, Placement, Plan, plan_placements
+from offstage.planning.plan import Plan, plan_placements
 from offstage.planning.planner import choose_host_fraction, make_plan
 from offstage.planning.predict import CHOSEN, Workload
-from offstage.planning.sizes import param_sizes
-from offstage.planning.world import World
+from offstage.planning.sizes import ParamSize, World, param_sizes
 from tests.support.machines import GIB, dense, dense_7b, dense_70b, desktop, machine, machines, mixture_671b, node
 
 PLANNING = Path(__file__).parents[2] / "docs" / "planning.md"

@@ -6,11 +6,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from offstage.config import OffloadConfig
+from offstage.config import OffloadConfig, Placement
 from offstage.engine.host_trips import slot_bytes_of
 from offstage.errors import ConfigError, OffloadIneffectiveError
 from offstage.planning.layout import make_layout
-from offstage.planning.plan import HOST_CHUNK, ParamSize, Placement, plan_placements, refuse_idle
+from offstage.planning.plan import HOST_CHUNK, plan_placements, refuse_idle
+from offstage.planning.sizes import ParamSize
 
 SIZES = st.lists(st.integers(0, 5_000_000), min_size=1, max_size=40)
 

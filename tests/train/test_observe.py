@@ -135,7 +135,7 @@ def test_every_byte_has_its_owner(config):
     assert set(observed["memory"]["bytes"]) == set(OWNERS)
     assert set(observed["memory"]["bytes"]["weights"]) == {nbytes}
     plan = training.optimizer.plan
-    resident = plan.bytes_of(offstage.planning.plan.Placement.RESIDENT)
+    resident = plan.bytes_of(offstage.config.Placement.RESIDENT)
     assert at(observed, "begin", "state") == resident
     assert at(observed, "begin", "slots") == plan.slots * plan.slot_bytes
     if config.get("update_in_backward"):  # taken as they come

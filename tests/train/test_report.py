@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import offstage
+from offstage.config import Placement
 from offstage.errors import ConfigError
-from offstage.planning.plan import Placement
 from offstage.train.observe import Observer
 from offstage.train.report import write_report
 from offstage.train.report.chart import (

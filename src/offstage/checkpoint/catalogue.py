@@ -23,9 +23,8 @@ from offstage.checkpoint.parts import Box, Part, whole
 from offstage.checkpoint.readers import Joined, Kept, Line, Plain, Unsigned, Widened, Zeros
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError
-from offstage.memory.arena import Arena
+from offstage.memory.arena import ALIGN_BYTES, Arena
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
-from offstage.planning.layout import ALIGN_BYTES
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState
 from offstage.tensors import as_param, flat_like, local_box, local_of, reshard
 

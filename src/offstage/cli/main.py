@@ -274,7 +274,7 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 def _measured(*, refresh: bool = False) -> Machine:
     """This machine, and a word to whoever waits for it."""
-    from offstage.planning.machine import measure_machine
+    from offstage.planning.measure import measure_machine
 
     if sys.stderr.isatty():
         sys.stderr.write("measuring this machine: a few seconds, the first time\n")

@@ -19,12 +19,12 @@ import torch
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
-from offstage.planning.machine import Machine, measure_machine
+from offstage.planning.machine import Machine
+from offstage.planning.measure import measure_machine
 from offstage.planning.plan import Plan
 from offstage.planning.planner import make_plan
 from offstage.planning.predict import Workload
-from offstage.planning.sizes import Source, param_sizes
-from offstage.planning.world import World
+from offstage.planning.sizes import Source, World, param_sizes
 from offstage.train.config import DTYPES, ModelSettings, build, read_toml
 from offstage.train.flags import parse_sections, positional
 from offstage.train.model import SIZES

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from offstage.memory import cpus as host_cpus
-from offstage.memory import numa
+from offstage.memory import cpus as numa
 from offstage.memory.arena import cgroup_available, mem_available
-from offstage.planning.machine import cache_folder, host_bytes
+from offstage.planning.measure import cache_folder, host_bytes
 
 PACKAGES = ("torch", "numpy", "numba", "triton", "tyro", "rich", "matplotlib", "transformers", "tensorboard")
 VARIABLES = (

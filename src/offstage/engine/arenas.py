@@ -17,8 +17,8 @@ import torch
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.snapshot import Snapshot
 from offstage.lanes.lanes import Lanes, Mark
-from offstage.memory.arena import Arena
-from offstage.planning.layout import ALIGN_BYTES, Layout, make_layout
+from offstage.memory.arena import Arena, round_up
+from offstage.planning.layout import Layout, make_layout
 from offstage.planning.plan import HOST_CHUNK
 from offstage.rules.rule import ParamState, Rule
 
@@ -245,11 +245,7 @@ class Arenas:
 
 def staging_bytes_of(chunk: StateChunk) -> int:
     """What `chunk` takes in a staging buffer, if gradients are in their parameters' format."""
-    return sum(2 * aligned((piece.stop - piece.start) * piece.owner.local.itemsize) for piece in chunk.pieces)
-
-
-def aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    return sum(2 * round_up((piece.stop - piece.start) * piece.owner.local.itemsize) for piece in chunk.pieces)
 
 
 def _close(arenas: Sequence[Arena]) -> None:

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from offstage.engine.arenas import StateChunk, StatePiece, aligned
+from offstage.engine.arenas import StateChunk, StatePiece
 from offstage.lanes.lanes import Lane, Lanes, Mark
-from offstage.memory.arena import Arena
+from offstage.memory.arena import Arena, round_up
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import ParamUpdate, PieceUpdate, Rule
 
@@ -125,7 +125,7 @@ class HostUpdates:
 
 def _staged_bytes(pieces: Sequence[tuple[StatePiece, ParamUpdate]]) -> int:
     return sum(
-        aligned((piece.stop - piece.start) * tensor.itemsize)
+        round_up((piece.stop - piece.start) * tensor.itemsize)
         for piece, update in pieces
         for tensor in (update.weight, update.grad)
     )
@@ -141,7 +141,7 @@ def _stage(
         for tensor in (update.weight, update.grad):
             nbytes = (piece.stop - piece.start) * tensor.itemsize
             staged.append(buffer[offset : offset + nbytes].view(tensor.dtype))
-            offset += aligned(nbytes)
+            offset += round_up(nbytes)
         state = {key: arena.flat[slice(*piece.ranges[key])] for key, arena in chunk.home.arenas.items()}
         updates.append(PieceUpdate(update, piece.start, piece.stop, state, host_copies=(staged[0], staged[1])))
     return updates

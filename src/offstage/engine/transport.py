@@ -24,8 +24,7 @@ from offstage.errors import OffstageError
 from offstage.lanes.host_threads import HostThreads, is_host_thread
 from offstage.lanes.lanes import ImmediateLanes, Lanes
 from offstage.lanes.link import link_for
-from offstage.memory.cpus import num_threads
-from offstage.memory.numa import cpus_near
+from offstage.memory.cpus import cpus_near, num_threads
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arenas: exact-size host memory that the accelerator can copy from and to at link speed.
+"""`Arena`: exact-size host memory that the accelerator can copy from and to at link speed; and how much is left.
 
-An arena is one private anonymous mapping with huge pages, first touched by several threads and then registered
-with the accelerator. That is exact (torch's pinned allocator rounds up to a power of two) and about ten times
-faster than allocating pinned memory. Made by `engine.py`; `pipeline.py` copies from and to the arenas.
+An arena is one private anonymous mapping with huge pages, populated by several threads and then registered with the
+accelerator. Its size is exact (torch's pinned allocator rounds up to a power of two), and making it is about ten times
+faster than allocating pinned memory.
 """
 
 from __future__ import annotations
@@ -25,19 +25,26 @@ import torch
 
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
-from offstage.memory.numa import cpus_near
+from offstage.memory.cpus import cpus_near
 
 logger = logging.getLogger("offstage")
 
+ALIGN_BYTES = 256
+"""Ranges in an arena, a slot or a pool start at a multiple of this."""
 _HUGE_PAGE = 2 * 1024 * 1024
-_TOUCH_BYTES = 64 * 1024 * 1024  # one thread's share of first touch at a time
+_TOUCH_BYTES = 64 * 1024 * 1024  # what one thread populates at a time
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _PAGE = mmap.PAGESIZE
 
 
+def round_up(number: int, to: int = ALIGN_BYTES) -> int:
+    """The smallest multiple of `to` that is at least `number`."""
+    return -(-number // to) * to
+
+
 class Arena:
-    """One contiguous host allocation holding `numel` elements of one state key, zero at first."""
+    """One contiguous host allocation of `numel` elements, initially zero."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool) -> None:
         """`device` is the accelerator that will copy; on a CPU device the arena is plain memory."""
@@ -50,7 +57,7 @@ class Arena:
         if self.nbytes:
             by_torch = self.pinned and device.type != "cuda"  # other accelerators: torch's own pinning
             self._memory = _pinned_by_torch(self.nbytes) if by_torch else map_exact(self.nbytes)
-            # The one flat view the pipeline slices; everything handed out has a storage of its own.
+            # For copies within the library. Tensors that users get come from `tensor()`.
             self.flat = torch.frombuffer(self._memory, dtype=dtype, count=numel)
             if not by_torch:
                 self._populate(device)
@@ -60,7 +67,7 @@ class Arena:
         _first_touch(self._memory, address, self.nbytes, cpus_near(device))
         if self.pinned:
             _register(address, self.nbytes, device)
-            # Runs at close(), at garbage collection, or at interpreter exit, whichever comes first.
+            # Runs once: at close(), at garbage collection, or at interpreter exit.
             self._finalizer = weakref.finalize(self, _unregister, address, device, os.getpid())
 
     def tensor(self, start: int, numel: int) -> torch.Tensor:
@@ -74,14 +81,14 @@ class Arena:
         return torch.frombuffer(self._memory, dtype=self.dtype, count=numel, offset=offset)
 
     def close(self) -> None:
-        """Unregister. The caller has waited for the last copy; tensors handed out stay readable."""
+        """Unregister. The caller has waited for the last copy; tensors from `tensor()` stay readable."""
         if self._finalizer is not None:
             self._finalizer()
         self.pinned = False
 
 
 def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: int = 0) -> None:
-    """Raise, with numbers, when `need_bytes` more would exceed the budget or what the machine has left."""
+    """Raise if `need_bytes` more would exceed `host_budget` or the memory that the machine has left."""
     total = need_bytes + already_bytes
     if host_budget is not None and total > host_budget:
         raise HostMemoryError(
@@ -99,11 +106,11 @@ def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: i
 
 
 def map_exact(nbytes: int) -> mmap.mmap:
-    """Private memory in huge pages, not touched yet, that forked children do not share."""
+    """Private memory in huge pages, not yet populated, that forked children do not share."""
     # MAP_PRIVATE: a shared mapping (Python's default for -1) gets no huge pages, which makes pinning slow.
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A forked child (a DataLoader worker) must not share these pages: copy-on-write would move them
-    # away from under the accelerator's page tables.
+    # A forked child (a DataLoader worker) must not share these pages: after copy-on-write the accelerator would
+    # access the old ones.
     mapping.madvise(mmap.MADV_DONTFORK)
     if nbytes >= _HUGE_PAGE:
         try:
@@ -114,9 +121,9 @@ def map_exact(nbytes: int) -> mmap.mmap:
 
 
 def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection[int] | None) -> None:
-    """Populate every page now, in parallel: the kernel zeroes pages on one core per faulting thread.
+    """Populate every page now, with several threads: the kernel zeroes pages on the core of the faulting thread.
 
-    It takes them from the NUMA node that the thread is on: `cpus` are those of the accelerator's node.
+    It takes them from the NUMA node of that core: `cpus` are those of the accelerator's node.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     view = memoryview(mapping)
@@ -130,15 +137,15 @@ def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection
     threads = min(len(starts), len(cpus or os.sched_getaffinity(0)))
     with ThreadPoolExecutor(threads, initializer=_stay_on, initargs=(cpus,)) as pool:
         # All threads exist before the first touch: starting one needs the lock that populating pages holds.
-        everyone = threading.Barrier(threads)
-        list(pool.map(lambda _: everyone.wait(), range(threads)))
+        all_started = threading.Barrier(threads)
+        list(pool.map(lambda _: all_started.wait(), range(threads)))
         list(pool.map(touch, starts))
     view.release()
 
 
 def _stay_on(cpus: Collection[int] | None) -> None:
     if cpus is not None:
-        os.sched_setaffinity(0, cpus)  # of this thread
+        os.sched_setaffinity(0, cpus)  # 0: this thread
 
 
 def _pinned_by_torch(nbytes: int) -> Any:
@@ -158,17 +165,17 @@ def _register(address: int, nbytes: int, device: torch.device) -> None:
 
 def _unregister(address: int, device: torch.device, owner: int) -> None:
     if os.getpid() != owner:
-        return  # a forked child has neither these pages nor the right to touch the accelerator
-    # Whoever closes an arena has drained its lanes; at interpreter exit or garbage collection nobody has.
-    # An unregistered page under a running copy is a fault, so the device is asked once more.
+        return  # a forked child has no such pages and must not use the accelerator
+    # close() is called after the lanes are drained, but garbage collection and interpreter exit are not. The device
+    # faults if a page is unregistered during a copy, so wait for it.
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
 def _warn_memlock_once(soft: int) -> None:
-    # The NVIDIA driver does not enforce it; another driver might.
-    logger.warning("RLIMIT_MEMLOCK is %s, less than the state that is being pinned", format_size(soft))
+    # A warning only: the NVIDIA driver does not enforce the limit; another driver might.
+    logger.warning("RLIMIT_MEMLOCK is %s, less than the host memory that is being pinned", format_size(soft))
 
 
 def _warn_memlock(nbytes: int) -> None:
@@ -178,6 +185,7 @@ def _warn_memlock(nbytes: int) -> None:
 
 
 def mem_available() -> int | None:
+    """MemAvailable in bytes; `None` where the kernel does not report it."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -188,7 +196,7 @@ def mem_available() -> int | None:
 
 
 def cgroup_available(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Bytes left under the tightest memory limit of this process's cgroup and its ancestors."""
+    """Bytes left under the tightest memory limit of this process's cgroup and its ancestors; `None` without a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -217,7 +225,7 @@ def _limit_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[
         if text == "max":
             return []
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # Cached file pages count as used and are given up under pressure.
+        # Cached file pages count as used, and the kernel frees them when memory is needed.
         used = int((folder / usage).read_text()) - int(stat.get(reclaimable, 0))
         return [max(0, int(text) - used)]
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostPool`: pinned host memory in pieces of any size, used again and again. For activations, whose sizes vary.
+"""`HostPool`: pinned host memory in ranges of any size, which are reused. For activations, whose sizes vary.
 
-Memory is taken from the machine in slabs and handed out in ranges; a range that comes back is joined with its
-neighbours. So the pool is as large as what was in use at once at most, whatever the sizes, and stays so.
+The pool allocates slabs and hands out ranges of them; a range that is given back is joined with its free neighbours. So
+the pool grows to about the largest amount in use at one time, whatever the sizes, and stays at that.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import torch
 
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
-from offstage.memory.arena import Arena, check_host_memory
+from offstage.memory.arena import Arena, check_host_memory, round_up
 
-_ALIGN = 256
 _SMALLEST_SLAB, _LARGEST_SLAB = 1024 * 1024, 512 * 1024 * 1024
 
 
 @dataclass(eq=False)
 class Range:
-    """A piece of a slab."""
+    """`nbytes` of a slab."""
 
     slab: _Slab
     start: int
@@ -42,7 +41,7 @@ class _Slab:
 
 
 class HostPool:
-    """The pool of one device. One thread at a time."""
+    """The pool of one device. Not thread-safe."""
 
     def __init__(self, device: torch.device, host_budget: int | None) -> None:
         self._device, self._budget = device, host_budget
@@ -50,16 +49,17 @@ class HostPool:
 
     @property
     def nbytes(self) -> int:
-        """Memory taken from the machine."""
+        """Host memory of all slabs."""
         return sum(slab.arena.nbytes for slab in self._slabs)
 
     @property
     def used_bytes(self) -> int:
+        """Host memory of all ranges in use."""
         return self.nbytes - sum(stop - start for slab in self._slabs for start, stop in slab.gaps)
 
     def take(self, nbytes: int) -> Range:
-        """A range of `nbytes`. Raises if the budget or the machine has no room for it."""
-        padded = max(_ALIGN, -(-nbytes // _ALIGN) * _ALIGN)
+        """A range of `nbytes`. Raises if `host_budget` or the machine has no room for it."""
+        padded = round_up(max(nbytes, 1))
         for slab in self._slabs:
             for number, (start, stop) in enumerate(slab.gaps):
                 if stop - start >= padded:
@@ -84,8 +84,8 @@ class HostPool:
         return slab
 
     def give_back(self, taken: Range) -> None:
-        """`taken` may be used again. The caller's stream has waited for its last copy, so all that follows has."""
-        padded = max(_ALIGN, -(-taken.nbytes // _ALIGN) * _ALIGN)
+        """Free `taken` for reuse. The caller's stream has waited for its last copy, and so has all later work on it."""
+        padded = round_up(max(taken.nbytes, 1))
         start, stop = taken.start, taken.start + padded
         gaps = taken.slab.gaps
         place = bisect.bisect(gaps, (start, stop))
@@ -97,7 +97,7 @@ class HostPool:
         gaps.insert(place, (start, stop))
 
     def trim(self) -> list[torch.Tensor]:
-        """Give back to the machine what is not in use. The caller has waited, on the host, for the last copy."""
+        """Close unused slabs; returns their memory. The caller has waited, on the host, for the last copy."""
         idle = [slab for slab in self._slabs if slab.gaps == [(0, slab.arena.nbytes)]]
         for slab in idle:
             slab.arena.close()

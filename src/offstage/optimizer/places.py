@@ -24,9 +24,10 @@ from offstage.errors import ConfigError, StepLostError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.checks import check_options, check_param
 from offstage.planning.layout import padded_bytes
-from offstage.planning.machine import measure_machine
-from offstage.planning.plan import HOST_SLOTS, ParamSize, Plan, plan_placements, refuse_idle
+from offstage.planning.measure import measure_machine
+from offstage.planning.plan import HOST_SLOTS, Plan, plan_placements, refuse_idle
 from offstage.planning.planner import choose_host_fraction
+from offstage.planning.sizes import ParamSize
 from offstage.rules import Rule
 from offstage.rules.rule import ParamState
 from offstage.tensors import is_sharded, largest_shard, local_of

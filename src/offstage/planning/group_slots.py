@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`with_slots`: how many slots, where nobody has said. Asked by whoever places state, or plans to.
+"""`with_slots`: the number of slots, where the user has not set one.
 
-One chunk is fetched, one updated, one stored: three slots keep the link busy as long as updates come one after the
-other. Under FSDP2 they come in bursts: it hands over the gradients of a whole group at once, when the group's backward
-is over. So with `update_in_backward` there are as many slots as the largest group's state fills, up to a limit. Among
-many ranks a rank's part of a group is small, and three remain.
+One chunk is fetched, one updated, one stored: three slots keep the link busy while updates come one after the other.
+FSDP2 delivers the gradients of a whole group at once, when the group's backward is over. So with `update_in_backward`
+there are as many slots as the largest group's state fills, up to a limit. With many ranks, one rank's part of a group
+is small and three slots are enough.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from offstage.tensors import local_of
 
 _MOST = 24
 _ELEMENT_BYTES = 12
-"""A master weight and two moments: most optimizers have no more."""
+"""A master weight and two moments: most optimizers keep no more."""
 
 
 def with_slots(config: OffloadConfig, model: nn.Module | None) -> OffloadConfig:
-    """`config` with a number of slots for `model`. A limit on device memory leaves it at the few that are needed."""
+    """`config` with the number of slots for `model`. With a limit on device memory it stays at the default."""
     is_limited = config.device_budget is not None or config.device_peak is not None
     if config.slots is not None or not config.update_in_backward or is_limited or model is None:
         return config
@@ -36,13 +36,15 @@ def with_slots(config: OffloadConfig, model: nn.Module | None) -> OffloadConfig:
 
 
 def _largest_group(model: nn.Module) -> int:
-    """Elements of this rank, of the parameters whose gradients FSDP2 reduces together; 0 without it."""
+    """This rank's elements of the largest group of parameters that FSDP2 reduces together; 0 without FSDP2."""
     sizes: Counter[int] = Counter()
     seen: set[torch.Tensor] = set()
-    for module in reversed(list(model.modules())):  # inner groups first: what is left is the outer one's
+    for module in reversed(list(model.modules())):  # inner groups first; the outer one owns the rest
         if isinstance(module, FSDPModule):
             own = {param for param in module.parameters() if _is_trained_shard(param)} - seen
-            sizes[id(module._get_fsdp_state())] += sum(local_of(param).numel() for param in own)  # shared by a list
+            sizes[id(module._get_fsdp_state())] += sum(
+                local_of(param).numel() for param in own
+            )  # a list of modules shares it
             seen |= own
     return max(sizes.values(), default=0)
 

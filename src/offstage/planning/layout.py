@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters → element ranges → chunks. Pure: sizes in, ranges out, no tensors and no device calls.
 
-Parameters that keep the same state keys on the same device are laid end to end, in `param_groups` order. Each
-state key has an arena; a parameter is one contiguous range of it, aligned to 256 bytes. A chunk is a run of pieces
-(a piece is a parameter, or part of one) that travels together. Made by `engine.py`; read by `pipeline.py`.
+Parameters that keep the same state keys on the same device are laid end to end, in `param_groups` order. Each state key
+has an arena, in which a parameter is one contiguous, aligned range. A chunk is a run of pieces, and a piece is a
+parameter or a part of one. A chunk is fetched, updated and stored as a whole.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-ALIGN_BYTES = 256
-
+from offstage.memory.arena import ALIGN_BYTES, round_up
 
 Extent = Mapping[str, int]
-"""What one parameter keeps: the number of elements of each state key."""
+"""The number of elements that one parameter keeps of each state key."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +25,25 @@ class Piece:
     start: int
     stop: int
     whole: bool
-    """The piece is all of its parameter. Only then may a key have another number of elements than the parameter."""
+    """The piece is the whole parameter. Only then may a state key's number of elements differ from the parameter's."""
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Pieces that are fetched, updated and stored together: one range in each arena."""
+    """Pieces that are fetched, updated and stored together."""
 
     number: int
+    """Its position in `Layout.chunks`."""
     pieces: tuple[Piece, ...]
+    """In the order of the layout."""
     ranges: Mapping[str, tuple[int, int]]
+    """Per state key: the elements `[start, stop)` of the arena."""
     nbytes: int
+    """What it takes in a slot, all keys together, with alignment."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +51,13 @@ class Layout:
     """Where each parameter's state lies in the arenas, and the chunks that cover it."""
 
     itemsize: Mapping[str, int]
+    """Per state key: bytes of one element."""
     extents: tuple[Extent, ...]
+    """Per parameter: the number of elements of each key."""
     offsets: tuple[Mapping[str, int], ...]
     """Per parameter: its first element in each key's arena."""
     arena_numel: Mapping[str, int]
+    """Per state key: elements of the arena."""
     chunks: tuple[Chunk, ...]
 
     @property
@@ -56,11 +66,11 @@ class Layout:
         return max((chunk.nbytes for chunk in self.chunks), default=0)
 
     def padded(self, numel: int) -> int:
-        """`numel` rounded up to where the next aligned element begins."""
-        return _round_up(numel, _align_elements(self.itemsize))
+        """`numel` rounded up to the next element that may be the first of a range."""
+        return round_up(numel, _align_elements(self.itemsize))
 
     def range_of(self, piece: Piece, key: str) -> tuple[int, int]:
-        """The elements of `key`'s arena that `piece` covers."""
+        """The elements `[start, stop)` of `key`'s arena that `piece` covers."""
         offset = self.offsets[piece.index][key]
         if piece.whole:
             return offset, offset + self.extents[piece.index][key]
@@ -72,8 +82,8 @@ def make_layout(
 ) -> Layout:
     """Lay the parameters end to end and cut the line into chunks of at most `chunk_bytes`.
 
-    With `split` (elementwise rules) a chunk ends anywhere; every key then has as many elements as the parameter.
-    Without it chunks end between parameters, and one larger than `chunk_bytes` is a chunk of its own.
+    With `split` (elementwise rules) a chunk may end inside a parameter; every key then has as many elements as the
+    parameter. Without it chunks end between parameters, and a larger parameter is a chunk of its own.
     """
     offsets: list[dict[str, int]] = []
     cursor = dict.fromkeys(itemsize, 0)
@@ -81,26 +91,25 @@ def make_layout(
     for extent in extents:
         offsets.append(dict(cursor))
         for key in itemsize:
-            cursor[key] += _round_up(extent[key], align)
-    pieces = (
-        _cut(numel, itemsize, align, chunk_bytes) if split else _whole(extents, numel, itemsize, align, chunk_bytes)
-    )
+            cursor[key] += round_up(extent[key], align)
+    pieces = _cut(numel, itemsize, chunk_bytes) if split else _whole(extents, numel, itemsize, chunk_bytes)
     chunks = []
     for number, group in enumerate(pieces):
         ranges = {key: _span(group, offsets, extents, key) for key in itemsize}
-        nbytes = sum(_round_up(stop - start, align) * itemsize[key] for key, (start, stop) in ranges.items())
+        nbytes = sum(round_up(stop - start, align) * itemsize[key] for key, (start, stop) in ranges.items())
         chunks.append(Chunk(number, tuple(group), ranges, nbytes))
     return Layout(dict(itemsize), tuple(extents), tuple(offsets), cursor, tuple(chunks))
 
 
 def padded_bytes(extent: Extent, itemsize: Mapping[str, int]) -> int:
-    """What one parameter's state takes in the arenas, alignment included."""
+    """Bytes of one parameter's state in the arenas, with alignment."""
     align = _align_elements(itemsize)
-    return sum(_round_up(extent[key], align) * size for key, size in itemsize.items())
+    return sum(round_up(extent[key], align) * size for key, size in itemsize.items())
 
 
-def _cut(numel: Sequence[int], itemsize: Mapping[str, int], align: int, chunk_bytes: int) -> list[list[Piece]]:
-    """Elementwise: fill each chunk to the last aligned element that fits."""
+def _cut(numel: Sequence[int], itemsize: Mapping[str, int], chunk_bytes: int) -> list[list[Piece]]:
+    """For elementwise rules: fill each chunk up to the last aligned element that fits."""
+    align = _align_elements(itemsize)
     capacity = max(align, chunk_bytes // sum(itemsize.values()) // align * align)
     chunks: list[list[Piece]] = []
     room = 0
@@ -112,13 +121,13 @@ def _cut(numel: Sequence[int], itemsize: Mapping[str, int], align: int, chunk_by
                 room = capacity
             stop = min(size, start + room)
             chunks[-1].append(Piece(index, start, stop, whole=stop - start == size))
-            room -= _round_up(stop - start, align)
+            room -= round_up(stop - start, align)
             start = stop
     return chunks
 
 
 def _whole(
-    extents: Sequence[Extent], numel: Sequence[int], itemsize: Mapping[str, int], align: int, chunk_bytes: int
+    extents: Sequence[Extent], numel: Sequence[int], itemsize: Mapping[str, int], chunk_bytes: int
 ) -> list[list[Piece]]:
     """Whole parameters only: start a new chunk when the next parameter does not fit."""
     chunks: list[list[Piece]] = []
@@ -145,9 +154,5 @@ def _span(
 
 
 def _align_elements(itemsize: Mapping[str, int]) -> int:
-    # The same number of elements for every key, so that a range is the same in every arena.
+    # One number for all keys, those of the narrowest one, so that a range has the same elements in every arena.
     return ALIGN_BYTES // min(itemsize.values())
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

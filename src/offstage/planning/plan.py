@@ -1,88 +1,71 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter's state lives where. Pure: sizes and configuration in, plan out, the same answer every time.
-
-`plan_placements` turns settings into placements; `planner.py` finds the settings.
-"""
+"""`Plan`: where each parameter's state lives. Pure: the same sizes and configuration give the same plan."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
-
-if TYPE_CHECKING:
-    from offstage.planning.predict import Candidate, Prediction
-
+from offstage.planning.predict import CHOSEN, Candidate, Prediction
+from offstage.planning.sizes import ParamSize
 
 HOST_CHUNK = 3
-"""Chunks that the CPU updates are so many times larger: each costs its threads the interpreter for a while, and what
-they take in a staging buffer is a third of their state."""
+"""Chunks that the CPU updates are this many times larger than `chunk_bytes`: every chunk costs its threads some time
+under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
 HOST_SLOTS = 4
-"""Staging buffers on the host for chunks that the CPU updates: one comes down, two are updated (threads that are done
-with one go on to the next), one goes up."""
-
-
-@dataclass(frozen=True)
-class ParamSize:
-    """A parameter as the planner sees it."""
-
-    name: str
-    device: str
-    state_bytes: int
-    """Bytes of state, without alignment."""
-    padded_bytes: int
-    """The same with alignment: what it takes in the arenas or in a slot."""
-    splits: bool
-    """Whether chunks may split it."""
-    numel: int = 0
-    weight_bytes: int = 0
-    """Of the parameter itself, which is on the device; its gradient is as large."""
-    expert: bool = False
-    """Belongs to experts of a mixture: `World` divides it differently, and it moves only if it got a gradient."""
+"""Staging buffers on the host for chunks that the CPU updates: one is filled from the device, two are updated (threads
+that finish one go on to the next), one is copied back."""
+_MOST_ROWS = 24
+"""`str(plan)` shows a plan with more parameters by groups of them."""
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A number between the dots of a name."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The placement of every parameter, and the slots. Printable; equal for equal input."""
+    """The placement of every parameter on one device, and the slots. Printable; equal for equal input."""
 
     sizes: tuple[ParamSize, ...]
     placements: tuple[Placement, ...]
     slots: int
     slot_bytes: int
-    """At most this much per slot: `chunk_bytes`, the largest unsplittable parameter, or all there is."""
+    """The most that a slot takes: `chunk_bytes`, the largest parameter that is not split, or all streamed state."""
     window: int | str = 0
-    """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` are found out in training."""
+    """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` become bytes in training."""
     host_slots: int = 0
     host_slot_bytes: int = 0
-    """At most this much per staging buffer on the host: weights and gradients of a chunk that the CPU updates."""
+    """The most that a staging buffer on the host takes: weights and gradients of a chunk that the CPU updates."""
     prediction: Prediction | None = field(default=None, compare=False)
     """What `make_plan` expects of this plan."""
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
-    """What `make_plan` considered, this plan included, and why it was not taken."""
+    """The plans that `make_plan` considered, this one first, each with the reason why it was chosen or not."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """What the prediction assumes."""
 
     def bytes_of(self, placement: Placement) -> int:
+        """State bytes of the parameters with this placement."""
         return sum(s.state_bytes for s, p in zip(self.sizes, self.placements, strict=True) if p is placement)
 
     @property
     def host_share(self) -> float:
-        """Share of the state that left the device which the CPU updates."""
+        """The share that the CPU updates, of the state that left the device."""
         off_device = self.bytes_of(Placement.HOST) + self.bytes_of(Placement.STREAMED)
         return self.bytes_of(Placement.HOST) / off_device if off_device else 0.0
 
     @property
     def host_bytes(self) -> int:
-        """Host memory: state that is not resident, and staging buffers."""
+        """Host memory for state that is not resident, and for staging buffers."""
         off_device = (s for s, p in zip(self.sizes, self.placements, strict=True) if p is not Placement.RESIDENT)
         return sum(s.padded_bytes for s in off_device) + self.host_slots * self.host_slot_bytes
 
     @property
     def device_bytes(self) -> int:
-        """State on the device: resident state, slots, and a window of known size."""
+        """Device memory for resident state, slots, and a window of known size."""
         window = self.window if isinstance(self.window, int) else 0
         return self.bytes_of(Placement.RESIDENT) + self.slots * self.slot_bytes + window
 
@@ -95,7 +78,7 @@ class Plan:
         return f"state: {self.by_placement()} through {self.slots} slots of {format_size(self.slot_bytes)}{window}"
 
     def by_placement(self) -> str:
-        """How much is where."""
+        """How many bytes and parameters have each placement."""
         words = {Placement.RESIDENT: "resident", Placement.HOST: "updated on the host", Placement.STREAMED: "streamed"}
         parts = [
             f"{format_size(self.bytes_of(placement))} {word} ({self.placements.count(placement)})"
@@ -105,31 +88,40 @@ class Plan:
         return ", ".join(parts).replace(")", " parameters)", 1) or "none"
 
     def __str__(self) -> str:
-        from offstage.planning.plan_text import plan_table
-
-        return plan_table(self)
+        return "\n".join(_table(self))
 
     def to_json(self) -> str:
         """The whole plan as a JSON object."""
-        from offstage.planning.plan_text import plan_to_json
-
-        return plan_to_json(self)
+        fields = dataclasses.asdict(self)
+        fields["placements"] = [placement.value for placement in self.placements]
+        return json.dumps(fields)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The inverse of `to_json`."""
-        from offstage.planning.plan_text import plan_from_json
-
-        return plan_from_json(text)
+        try:
+            fields = json.loads(text)
+            fields["sizes"] = tuple(ParamSize(**size) for size in fields["sizes"])
+            fields["placements"] = tuple(Placement(value) for value in fields["placements"])
+            fields["prediction"] = Prediction(**fields["prediction"]) if fields["prediction"] else None
+            fields["candidates"] = tuple(
+                Candidate(**{**one, "prediction": Prediction(**one["prediction"])}) for one in fields["candidates"]
+            )
+            fields["notes"] = tuple(fields["notes"])
+            return cls(**fields)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"Plan.from_json expects what Plan.to_json wrote; found {text[:80]!r} ({error!r}). Make the plan again."
+            ) from error
 
 
 def plan_placements(
     sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement] | None = None
 ) -> Plan:
-    """Decide, for one device, which parameters stay: the small ones, then the first ones as far as they may.
+    """Place the parameters of one device. Small ones stay resident, then the first ones as far as there is room.
 
     The first layers' state is the best to keep: their gradients come last in backward and their weights are needed
-    first in the next forward. `placed` are parameters, by position, that have their place already.
+    first in the next forward. `placed`: parameters, by position, whose placement is already decided.
     """
     placed = placed or {}
     chunk_bytes = int(config.chunk_bytes)
@@ -163,13 +155,15 @@ def plan_placements(
     )
 
 
-def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> list[int]:
-    """Which of the parameters that are not resident the CPU updates.
+def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> set[int]:
+    """Choose which of the parameters that are not resident the CPU updates.
 
-    They are spread evenly: host and device both work in the order of forward, so that neither holds up the other.
+    They are spread evenly over the model: host and device both work in the order of forward, so neither delays the
+    other.
     """
-    share = _host_share(config)
-    chosen, total, on_host = [], 0, 0.0
+    share = host_share(config)
+    assert share is not None, "the planner chooses a share before parameters are placed"
+    chosen, total, on_host = set(), 0, 0.0
     for i, size in enumerate(sizes):
         placement = placed.get(i)
         if placement is Placement.RESIDENT:
@@ -177,19 +171,18 @@ def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapp
         total += size.state_bytes
         wanted = on_host + size.state_bytes / 2 <= share * total and share > 0
         if placement is Placement.HOST or (placement is None and wanted):
-            chosen.append(i)
+            chosen.add(i)
             on_host += size.state_bytes
     return chosen
 
 
-def _host_share(config: OffloadConfig) -> float:
-    share = {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
-    assert share is not None, "the planner chooses a share before parameters are placed"
-    return share
+def host_share(config: OffloadConfig) -> float | None:
+    """The share that the CPU updates, of the state that leaves the device; `None`: the planner chooses it."""
+    return {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
 
 
 def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
-    """Weights and gradients of the largest chunk that the CPU updates, if gradients have their parameters' format."""
+    """Bytes of weights and gradients of the largest chunk that the CPU updates, if both have the same dtype."""
     whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
     splits = [size for size in sizes if size.splits and size.padded_bytes]
     per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
@@ -210,17 +203,17 @@ def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
 
 
 def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: OffloadConfig) -> float:
-    """How many bytes of state may stay resident, of which `kept` must."""
+    """How many bytes of state may stay resident; `kept` bytes of them must."""
     wanted = (1.0 - config.fraction) * everything if config.fraction is not None else 0.0
     if config.device_budget is None:
         return wanted
     budget = int(config.device_budget)
     if everything <= budget and config.fraction is None:
         return everything
-    if _host_share(config) == 1.0:
+    if host_share(config) == 1.0:
         slot_bytes = window = 0  # nothing comes back to the device
     else:
-        window = int(config.window)  # the config refuses "auto" and "all" beside a budget
+        window = int(config.window)  # OffloadConfig refuses "auto" and "all" together with a budget
     staging = config.num_slots * slot_bytes + window
     also = f", a window of {format_size(window)}" if window else ""
     need = staging + kept
@@ -244,14 +237,14 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
 
 
 def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
-    """Asked to offload, nothing to offload on any device: say so now rather than after a week."""
+    """Raise if offloading was asked for and all state would stay on its device."""
     if config.fraction == 0.0 or any(p is not Placement.RESIDENT for plan in plans for p in plan.placements):
         return
     sizes = [size for plan in plans for size in plan.sizes]
     everything = sum(size.state_bytes for size in sizes)
     budget = config.device_budget
     if config.fraction is None and budget is not None and 0 < everything <= int(budget) * len(plans):
-        return  # the budget is met by keeping everything
+        return  # all state fits the budget
     if everything == 0:
         reason = "this optimizer keeps no state (SGD without momentum?). Use it without offstage, or with momentum."
     else:
@@ -261,3 +254,71 @@ def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
             "fraction=0.0 to keep everything resident on purpose."
         )
     raise OffloadIneffectiveError(f"Nothing would be offloaded: {reason}")
+
+
+# A plan as a table #
+
+
+def _table(plan: Plan) -> list[str]:
+    """The rows of `str(plan)`; a plan of `make_plan` also shows what it costs and what else was considered."""
+    rows = _parameters(plan) if len(plan.sizes) <= _MOST_ROWS else _groups(plan)
+    if plan.prediction is None:
+        return [*rows, plan.summary()]
+    return [*_facts(plan, plan.prediction), "", *rows, "", *_candidates(plan.candidates)]
+
+
+def _parameters(plan: Plan) -> Iterator[str]:
+    yield f"{'parameter':<40} {'state':>12}  placement"
+    for size, placement in zip(plan.sizes, plan.placements, strict=True):
+        yield f"{size.name:<40} {format_size(size.state_bytes):>12}  {placement.value}"
+
+
+def _groups(plan: Plan) -> Iterator[str]:
+    """One row for all parameters whose names differ only in numbers."""
+    groups: dict[str, list[tuple[ParamSize, Placement]]] = {}
+    for size, placement in zip(plan.sizes, plan.placements, strict=True):
+        groups.setdefault(_NUMBER.sub("*", size.name), []).append((size, placement))
+    yield f"{'parameters':<46} {'number':>7} {'state':>10} {'resident':>10} {'streamed':>10} {'on the host':>11}"
+    for name, members in groups.items():
+        sums = {placement: sum(s.state_bytes for s, p in members if p is placement) for placement in Placement}
+        cells = [format_size(sums[placement]) if sums[placement] else "-" for placement in Placement]
+        whole = format_size(sum(sums.values()))
+        short = name if len(name) <= 46 else f"{name[:22]}…{name[-23:]}"
+        yield f"{short:<46} {len(members):>7,} {whole:>10} {cells[0]:>10} {cells[1]:>10} {cells[2]:>11}"
+
+
+def _facts(plan: Plan, found: Prediction) -> Iterator[str]:
+    slots = f", including {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.slots else ""
+    whole = f", an iteration {_ms(found.iteration_ms)}" if found.iteration_ms is not None else ""
+    rows = [
+        ("state", plan.by_placement()),
+        ("device", f"{format_size(found.device_state_bytes)} of state{slots}"),
+        ("", f"{format_size(found.device_peak_bytes)} at the peak, with weights, gradients and the workload's bytes"),
+        ("host", format_size(found.host_bytes)),
+        ("moved per step", f"{format_size(found.bytes_up)} up, {format_size(found.bytes_down)} down"),
+        ("exposed", f"{_ms(found.exposed_ms)}{whole}"),
+        ("busy per step", ", ".join(f"{name} {_ms(time)}" for name, time in found.busy_ms.items())),
+        *(("note", text) for text in plan.notes),
+    ]
+    for name, value in rows:
+        yield f"{name:<15} {value}"
+
+
+def _candidates(candidates: Sequence[Candidate]) -> Iterator[str]:
+    yield (
+        f"  {'considered':<25} {'CPU':>4} {'resident':>9} {'device':>9} {'host':>9} "
+        f"{'exposed':>9} {'iteration':>9}  verdict"
+    )
+    for one in candidates:
+        found = one.prediction
+        iteration = _ms(found.iteration_ms) if found.iteration_ms is not None else "-"
+        mark = ">" if one.verdict == CHOSEN else " "
+        yield (
+            f"{mark} {one.name:<25} {one.host_fraction:>4.0%} {format_size(one.resident_bytes):>9} "
+            f"{format_size(found.device_state_bytes):>9} {format_size(found.host_bytes):>9} "
+            f"{_ms(found.exposed_ms):>9} {iteration:>9}  {one.verdict}"
+        )
+
+
+def _ms(time: float) -> str:
+    return f"{time:.1f} ms" if time < 100 else f"{time:,.0f} ms"

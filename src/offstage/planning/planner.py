@@ -1,29 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make_plan`: the fastest plan that fits, or a refusal with numbers. Pure: the same input gives the same answer.
 
-`sizes.py` says what there is, `world.py` what one rank has of it, `search.py` which ways there are, `predict.py` what
-each takes, and `plan.py` turns the chosen one into placements.
+`Search` predicts the plans that a configuration allows, and some that other settings would allow. If the configuration
+leaves the CPU's share open, every share of a grid is tried. The grid is the same for every machine and budget, so a
+faster machine or a larger budget never gives a slower plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.planning.group_slots import with_slots
-from offstage.planning.plan import ParamSize, Plan, plan_placements
-from offstage.planning.predict import CHOSEN, Candidate, Prediction, Workload
-from offstage.planning.search import Search
-from offstage.planning.sizes import Source, param_sizes
-from offstage.planning.world import World
+from offstage.planning.machine import Machine
+from offstage.planning.plan import HOST_SLOTS, Plan, host_share, host_slot_bytes, plan_placements
+from offstage.planning.predict import (
+    CHOSEN,
+    Candidate,
+    Prediction,
+    Shares,
+    Times,
+    Totals,
+    Workload,
+    busy_ms,
+    exposed,
+    gradient_share,
+    kept_weight_share,
+    rates_of,
+)
+from offstage.planning.sizes import ParamSize, RankShare, Source, World, param_sizes
 
-if TYPE_CHECKING:
-    from offstage.planning.machine import Machine
+_SHARES = tuple(i / 100 for i in range(101))
+"""The grid of shares for the CPU."""
+_SHOWN = tuple(i / 10 for i in range(11))
+"""Those of them that a plan lists among its candidates."""
 
 
 def make_plan(
@@ -34,19 +48,19 @@ def make_plan(
     world: World | None = None,
     workload: Workload | None = None,
 ) -> Plan:
-    """The fastest plan for one rank that fits, what it is predicted to take, and what else was considered.
+    """The fastest plan for one rank that fits, with its prediction and the other plans that were considered.
 
-    `model_or_sizes` is a model (the meta device will do), a state dict, `ParamSize`s, or a mapping from names to shapes
-    or numbers of elements. Without `world` the model is on one device; without `workload` nothing hides the updates.
+    `model_or_sizes` is a model (on any device, the meta device too), a state dict, `ParamSize`s, or a mapping from
+    names to shapes or numbers of elements. Without `world` the model is on one device; without `workload` the updates
+    are not hidden behind forward or backward.
     """
     model = model_or_sizes if isinstance(model_or_sizes, nn.Module) else None
     config = with_slots(config or OffloadConfig(), model)
     world = world or World(ranks_per_host=machine.ranks_on_host)
-    search = Search(
-        world.share_of(_on_one_device(param_sizes(model_or_sizes, config))), machine, config, world, workload
-    )
-    own = search.own()
-    chosen = dataclasses.replace(search.best(own), verdict=CHOSEN)
+    sizes = _on_one_device(param_sizes(model_or_sizes, config))
+    search = Search(world.share_of(sizes), machine, config, world, workload)
+    allowed = search.allowed()
+    chosen = dataclasses.replace(search.best(allowed), verdict=CHOSEN)
     if not search.fits_host(chosen):
         _refuse_host(search, chosen)
     if chosen.prediction.device_peak_bytes > machine.device_bytes:
@@ -56,16 +70,16 @@ def make_plan(
     return dataclasses.replace(
         plan,
         prediction=chosen.prediction,
-        candidates=(chosen, *search.others(own, chosen)),
+        candidates=(chosen, *search.others(allowed, chosen)),
         notes=tuple(_notes(search, chosen.prediction)),
     )
 
 
 def choose_host_fraction(sizes: Sequence[ParamSize], machine: Machine, config: OffloadConfig) -> float:
-    """The share that `make_plan` chooses for the CPU, of what leaves the device. Refusing is left to others."""
+    """The share that `make_plan` chooses for the CPU, of what leaves the device. Does not check that the plan fits."""
     world = World(ranks_per_host=machine.ranks_on_host)
     search = Search(world.share_of(sizes), machine, config, world, None)
-    return search.best(search.own()).host_fraction
+    return search.best(search.allowed()).host_fraction
 
 
 def _on_one_device(sizes: Sequence[ParamSize]) -> Sequence[ParamSize]:
@@ -77,10 +91,10 @@ def _on_one_device(sizes: Sequence[ParamSize]) -> Sequence[ParamSize]:
     return sizes
 
 
-def _exact(plan: Plan, found: Prediction, search: Search) -> Prediction:
-    """`found`, with the bytes of the placements themselves: shares are met to within one parameter."""
+def _exact(plan: Plan, prediction: Prediction, search: Search) -> Prediction:
+    """`prediction` with the exact bytes of the placements, which meet the shares only to within one parameter."""
     workload, config = search.workload, search.config
-    second = config.update_in_backward and workload.clips
+    speculates = config.update_in_backward and workload.clips
     staging = plan.slots * plan.slot_bytes
     window = search.window_bytes(config, staging, plan.bytes_of(Placement.STREAMED))
     state = plan.bytes_of(Placement.RESIDENT) + staging + int(window)
@@ -88,22 +102,22 @@ def _exact(plan: Plan, found: Prediction, search: Search) -> Prediction:
     for size, placement in zip(plan.sizes, plan.placements, strict=True):
         active = workload.active_experts if size.expert else 1.0
         if placement is Placement.STREAMED:
-            up += size.state_bytes * (1.0 if second else active)
-            down += size.state_bytes * (1.0 if second else active)
+            up += size.state_bytes * (1.0 if speculates else active)
+            down += size.state_bytes * (1.0 if speculates else active)
         elif placement is Placement.HOST:
             up += size.weight_bytes * active
             down += 2 * size.weight_bytes * active
     return dataclasses.replace(
-        found,
+        prediction,
         device_state_bytes=state,
-        device_peak_bytes=found.device_peak_bytes - found.device_state_bytes + state,
-        host_bytes=found.host_bytes if second else plan.host_bytes,
+        device_peak_bytes=prediction.device_peak_bytes - prediction.device_state_bytes + state,
+        host_bytes=prediction.host_bytes if speculates else plan.host_bytes,
         bytes_up=int(up),
         bytes_down=int(down),
     )
 
 
-# Refusing
+# Refusals #
 
 
 def _refuse_host(search: Search, chosen: Candidate) -> None:
@@ -126,7 +140,7 @@ def _refuse_device(search: Search, chosen: Candidate) -> None:
     if chosen.resident_bytes > peak - most:
         remedies.append(f"lower device_budget to {format_size(state - (peak - most))}")
     if not search.config.update_in_backward:
-        remedies.append("use update_in_backward=True without clipping, which keeps a part of the gradients only")
+        remedies.append("use update_in_backward=True without clipping, which keeps only a part of the gradients")
     remedies.append("divide the model among more ranks")
     raise ConfigError(
         f"{search.machine.device_name} with {format_size(most)} cannot hold a peak of {format_size(peak)}, of which "
@@ -136,10 +150,11 @@ def _refuse_device(search: Search, chosen: Candidate) -> None:
     )
 
 
-# What is assumed
+# Notes #
 
 
-def _notes(search: Search, found: Prediction) -> Iterator[str]:
+def _notes(search: Search, prediction: Prediction) -> Iterator[str]:
+    """What the prediction assumes."""
     world, ranks, rank = search.world, search.world.ranks_per_host, search.rank
     if world.ranks > 1:
         ways = " x ".join(f"{n} {way}" for way in ("data", "tensor", "pipeline") if (n := getattr(world, way)) > 1)
@@ -153,9 +168,203 @@ def _notes(search: Search, found: Prediction) -> Iterator[str]:
     if search.totals.moved < 1.0:
         yield f"{search.totals.moved:.0%} of the state gets gradients in a step; the rest does not move"
     if search.config.update_in_backward and not search.workload.clips:
-        first = found.device_state_bytes + rank.weight_bytes + rank.gradient_bytes + int(search.workload.other_bytes)
+        first = (
+            prediction.device_state_bytes + rank.weight_bytes + rank.gradient_bytes + int(search.workload.other_bytes)
+        )
         over = f", more than the device's {format_size(search.machine.device_bytes)}"
         yield (
             f"the first iteration keeps all gradients: its peak is {format_size(first)}"
             f"{over if first > search.machine.device_bytes else ''}"
         )
+
+
+# Candidates #
+
+
+class Search:
+    """The candidates for one rank's share of a model on one machine."""
+
+    def __init__(
+        self, rank: RankShare, machine: Machine, config: OffloadConfig, world: World, workload: Workload | None
+    ) -> None:
+        self.rank, self.machine, self.world = rank, machine, world
+        self.workload, self.knows_workload = workload or Workload(), workload is not None
+        self.config = self._with_budget(config)
+        self.totals = Totals.of(rank.sizes, self.workload.active_experts)
+        per_param = self.totals.update_bytes / max(1.0, self.totals.params)
+        self._rates = rates_of(machine, world.ranks_per_host, config.threads, max(per_param, 1.0))
+        self.host_limit = machine.host_free_bytes // world.ranks_per_host
+        if config.host_budget is not None:
+            self.host_limit = min(self.host_limit, int(config.host_budget))
+
+    # Input #
+
+    def _with_budget(self, config: OffloadConfig) -> OffloadConfig:
+        """Turn `device_peak`, less what else is on the device, into `device_budget`, except for ``window="auto"``."""
+        if config.device_peak is None or config.window == "auto":
+            return config
+        other = self.other_device_bytes(config)
+        room = int(config.device_peak) - other
+        if room <= 0:
+            raise ConfigError(
+                f"device_peak of {format_size(int(config.device_peak))} expects room for state; found weights of "
+                f"{format_size(self.rank.weight_bytes)}, gradients of {format_size(self.rank.gradient_bytes)} and "
+                f"{format_size(int(self.workload.other_bytes))} of other bytes. Raise it above "
+                f"{format_size(other, up=True)}, or use update_in_backward=True without clipping."
+            )
+        budget = room if config.device_budget is None else min(room, int(config.device_budget))
+        return dataclasses.replace(config, device_peak=None, device_budget=budget)
+
+    def other_device_bytes(self, config: OffloadConfig, left: float = 1.0, streamed: float = 1.0) -> int:
+        """Weights, gradients, the workload's bytes, and the old weights that speculation keeps.
+
+        `left`: share of the model whose updates are left to `step()`; `streamed`: share that is streamed.
+        """
+        gradients = gradient_share(config, self.workload, left) * self.rank.gradient_bytes
+        kept = kept_weight_share(config, self.workload)[0] * streamed * self.rank.gradient_bytes
+        return int(self.rank.weight_bytes + gradients + kept + int(self.workload.other_bytes))
+
+    def with_share(self, share: float, config: OffloadConfig | None = None) -> OffloadConfig:
+        """`config` with `share` for the CPU, if it leaves that open."""
+        config = config or self.config
+        return dataclasses.replace(config, host_fraction=share) if host_share(config) is None else config
+
+    # Choice #
+
+    def allowed(self) -> list[Candidate]:
+        """All that the configuration allows."""
+        return self._candidates("as configured", self.config)
+
+    def best(self, candidates: Sequence[Candidate]) -> Candidate:
+        """The fastest that fits; if none does, the one that takes the least device memory, or else host memory.
+
+        Of equals, the one with the smallest share for the CPU.
+        """
+        if fitting := [one for one in candidates if not self.misfit(one)]:
+            return min(fitting, key=lambda one: (one.prediction.exposed_ms, one.host_fraction))
+        if on_host := [one for one in candidates if self.fits_host(one)]:
+            return min(on_host, key=lambda one: (one.prediction.device_peak_bytes, one.host_fraction))
+        return min(candidates, key=lambda one: (one.prediction.host_bytes, one.host_fraction))
+
+    def fits_host(self, candidate: Candidate) -> bool:
+        """Whether the host has room for it."""
+        return candidate.prediction.host_bytes <= self.host_limit
+
+    def misfit(self, candidate: Candidate) -> str:
+        """By how much it exceeds which memory; empty if it fits."""
+        if not self.fits_host(candidate):
+            return f"{format_size(candidate.prediction.host_bytes - self.host_limit)} over host memory"
+        over = candidate.prediction.device_peak_bytes - self.machine.device_bytes
+        return f"{format_size(over)} over device memory" if over > 0 else ""
+
+    def others(self, allowed: Sequence[Candidate], chosen: Candidate) -> Iterator[Candidate]:
+        """What was not chosen, with the reason: other shares, less resident state, other settings, all resident."""
+        for one in allowed:
+            if one.host_fraction in _SHOWN and one.host_fraction != chosen.host_fraction:
+                yield self._with_verdict(dataclasses.replace(one, name="another share for the CPU"), chosen)
+        if self.config.device_budget is not None and 0 < chosen.resident_bytes < self.totals.state:
+            for part, name in ((0.5, "half as much resident"), (0.0, "nothing resident")):
+                yield self._with_verdict(self.best(self._candidates(name, self.config, part)), chosen)
+        for name, changes, needs in self._advice():
+            try:
+                config = OffloadConfig.build(self.config, changes)
+            except ConfigError:  # the change contradicts another setting
+                continue
+            yield self._with_verdict(self.best(self._candidates(name, config)), chosen, needs)
+        if chosen.resident_bytes < self.totals.state:
+            everything = plan_placements(self.rank.sizes, OffloadConfig(fraction=0.0))
+            yield self._with_resident_verdict(self._candidate("all resident", self.config, everything, 0.0, 1.0))
+
+    def _advice(self) -> Iterator[tuple[str, dict[str, object], str]]:
+        """(name, changes, verdict) of settings that only the user can choose: they restrict what the loop may do."""
+        config = self.config
+        if config.fraction == 0.0:
+            return
+        if config.update_on == "device":
+            yield "CPU and device", {"update_on": "auto"}, "needs update_on='auto'"
+        if not self.knows_workload:
+            return
+        if not config.overlap_forward:
+            yield "forward does not wait", {"overlap_forward": True}, "needs overlap_forward=True"
+        if not config.update_in_backward:
+            also = "" if config.overlap_forward else " too"
+            changes: dict[str, object] = {"overlap_forward": True, "update_in_backward": True}
+            yield "updates in backward" + also, changes, "needs update_in_backward=True" + also
+
+    def _candidates(self, name: str, config: OffloadConfig, part: float = 1.0) -> list[Candidate]:
+        """One candidate for each share that `config` leaves open. `part` of what could be resident is resident."""
+        share = host_share(config)
+        if share is not None:
+            return [self._candidate(name, config, plan_placements(self.rank.sizes, config), share, part)]
+        host_only = plan_placements(self.rank.sizes, self.with_share(1.0, config))  # needs no slots
+        last = self._candidate(name, config, host_only, 1.0, part)
+        try:
+            streaming = plan_placements(self.rank.sizes, self.with_share(0.0, config))
+        except ConfigError:  # there is no room for slots
+            return [last]
+        return [self._candidate(name, config, streaming, share, part) for share in _SHARES[:-1]] + [last]
+
+    def _candidate(self, name: str, config: OffloadConfig, plan: Plan, share: float, part: float) -> Candidate:
+        """Only the sums of the placements matter: [Note: fluid model]."""
+        kept = plan.bytes_of(Placement.RESIDENT) * part
+        resident = kept / self.totals.state if self.totals.state else 1.0
+        off_bytes = self.totals.state - kept
+        largest = max((size.padded_bytes for size in plan.sizes if not size.splits), default=0)
+        chunk = min(max(int(config.chunk_bytes), largest), off_bytes)
+        staging = config.num_slots * plan.slot_bytes if share < 1.0 else 0
+        window = self.window_bytes(config, staging, off_bytes * (1.0 - share))
+        speculates = config.update_in_backward and self.workload.clips
+        host = self._host_bytes(plan, part, share, speculates=speculates)
+        if speculates and host > self.host_limit:  # then step() makes all updates
+            config = dataclasses.replace(config, update_in_backward=False)
+            host = self._host_bytes(plan, part, share, speculates=False)
+        shares = Shares(resident, share, window, chunk)
+        times = exposed(self.totals, shares, self._rates, config, self.workload)
+        state = int(kept + staging + window)
+        peak = state + self.other_device_bytes(config, times.left, (1.0 - resident) * (1.0 - share))
+        return Candidate(name, share, int(kept), self._prediction(times, shares, state, peak, host), "")
+
+    def _prediction(self, times: Times, shares: Shares, device_state: int, peak: int, host: int) -> Prediction:
+        on_device = 1.0 - (1.0 - shares.resident) * shares.host
+        busy = busy_ms(times.work, self.totals.update_bytes * self.totals.moved * on_device, self._rates)
+        return Prediction(
+            device_state_bytes=device_state,
+            device_peak_bytes=peak,
+            host_bytes=host,
+            bytes_up=int(times.work.up),
+            bytes_down=int(times.work.down),
+            exposed_ms=times.exposed_ms,
+            iteration_ms=self.workload.compute_ms + times.exposed_ms if self.knows_workload else None,
+            busy_ms=busy,
+            bottleneck=max(busy, key=lambda name: busy[name]),
+        )
+
+    def window_bytes(self, config: OffloadConfig, staging: int, streamed: float) -> float:
+        """The size of the window beside slots of `staging` bytes, for `streamed` bytes of state."""
+        if config.window == "all":
+            return streamed
+        if config.window != "auto":
+            return min(float(int(config.window)), streamed)
+        room = int(config.device_peak or 0) - self.other_device_bytes(config) - staging
+        return max(0.0, min(float(room), streamed)) if self.knows_workload else 0.0
+
+    def _host_bytes(self, plan: Plan, part: float, share: float, *, speculates: bool) -> int:
+        off = [size for size, where in zip(plan.sizes, plan.placements, strict=True) if where is not Placement.RESIDENT]
+        arenas = sum(size.padded_bytes for size in off) + plan.bytes_of(Placement.RESIDENT) * (1.0 - part)
+        slots = HOST_SLOTS * host_slot_bytes(off, int(self.config.chunk_bytes)) if share > 0.0 else 0
+        if not speculates:
+            return int(arenas + slots)
+        kept = kept_weight_share(self.config, self.workload)[1] * sum(size.weight_bytes for size in off)
+        return int(arenas + slots + (1.0 - share) * (arenas + kept))
+
+    # Verdicts #
+
+    def _with_verdict(self, one: Candidate, chosen: Candidate, needs: str = "") -> Candidate:
+        slower = one.prediction.exposed_ms > chosen.prediction.exposed_ms
+        verdict = self.misfit(one) or needs or ("slower" if slower else "no faster")
+        return dataclasses.replace(one, verdict=verdict)
+
+    def _with_resident_verdict(self, one: Candidate) -> Candidate:
+        state, budget = one.prediction.device_state_bytes, self.config.device_budget
+        over = "" if budget is None else f"{format_size(state - int(budget))} over device_budget"
+        return dataclasses.replace(one, verdict=over or self.misfit(one) or "needs fraction=0.0")

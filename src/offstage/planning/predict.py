@@ -1,58 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plan costs: bytes, milliseconds, and what they are limited by. Pure arithmetic. Used by `planner.py`.
+"""What a plan costs: bytes, milliseconds, and which resource limits it. Pure arithmetic.
 
-[Note: fluid model] State is thought of as spread evenly along the model, from position 0 (used first in forward) to 1.
-Resident state is at the beginning. Everything behind it is moved and updated at one rate, that of the slowest resource:
-the link in either direction, the CPU, host memory. Forward passes the positions upwards, backward downwards.
-`exposed_ms` is how much longer an iteration is than its forwards and backwards alone. It is never predicted below what
-resident state would take, the update's own time on the device. With that floor, more resident state can only shorten an
-iteration, and so can every faster rate.
-docs/planning.md derives each formula.
+[Note: fluid model] The model treats state as spread evenly along the network, from position 0 (used first in forward)
+to 1. Resident state is at the beginning. Everything after it is moved and updated at one rate, that of the slowest
+resource: the link in either direction, the CPU, host memory. Forward passes the positions upwards, backward downwards.
+`exposed_ms` is how much longer an iteration takes than its forwards and backwards alone. It is never predicted below
+the update's own time on the device, which is what resident state takes. With that floor, more resident state can only
+shorten an iteration, and so can every faster rate. docs/planning.md derives each formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from offstage.config import OffloadConfig, parse_size
 from offstage.errors import ConfigError
-from offstage.planning.plan import ParamSize
-
-if TYPE_CHECKING:
-    from offstage.planning.machine import Machine
+from offstage.planning.machine import Machine
+from offstage.planning.sizes import ParamSize
 
 CHOSEN = "chosen"
+LEFT_TO_STEP = 0.25
+"""`update_in_backward` with `overlap_forward`: share of the state that is left to `step()` until a backward has been
+measured."""
+GRADIENTS_IN_FLIGHT = 0.25
+"""`update_in_backward`: share of all gradients that may wait for their update during backward. If more wait, the
+allocator returns their memory only after the updates, which then delay backward. Updates fall that far behind only
+where the link is much too slow."""
+OLD_WEIGHTS_ON_HOST = 0.25
+"""`update_in_backward` with clipping: share of the old weights that is kept on the host instead of the device. They are
+the weights whose gradients come last, when the device is fullest."""
 
 _LINK_IN_BACKWARD = 0.95
-"""Share of its rate that the link reaches under backward, where chunks wait for the last of their gradients."""
+"""Share of its rate that the link reaches during backward, where chunks wait for the last of their gradients."""
 _CPU_IN_BACKWARD = 0.65
-"""Share of its rate that the CPU reaches under backward, whose hooks and recomputation need the interpreter too."""
+"""Share of its rate that the CPU reaches during backward, whose hooks and recomputation also hold the GIL."""
 _TOGETHER = 0.9
-"""Of what host memory carries for one thing alone, it carries so much for copies and the CPU together: measured."""
-_GRADIENTS_IN_FLIGHT = 0.25  # as in early.py
-_LEFT_TO_STEP = 0.25  # where backward's time is not known, as in early.py
-_KEPT_ON_HOST = 0.25  # old weights of speculative updates, as in early.py
+"""Share of its bandwidth that host memory reaches for copies and updates together: measured."""
 _HOST_MS_PER_CHUNK = 0.1
-"""With speculation the host waits for the norm and only then queues the rest of the step: measured, per chunk."""
+"""With clipping, the host waits for the norm before it queues the rest of the step: measured, per chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What the device does besides updates. All of it is optional; what is not known hides nothing."""
+    """What the device does besides updates. Every field is optional; updates hide only behind times that are given."""
 
     forward_ms: float = 0.0
-    """One forward, of one micro-batch."""
+    """Time of one forward, of one micro-batch."""
     backward_ms: float = 0.0
-    """One backward, with what checkpointing computes again."""
+    """Time of one backward, with what checkpointing recomputes."""
     micro_batches: int = 1
+    """Forwards and backwards per step."""
     other_bytes: int | str = 0
     """Device memory at the peak that is neither weights, gradients nor state: activations, workspaces."""
     clips: bool = False
-    """Whether gradients are clipped, with `optimizer.clip_grad_norm_`."""
+    """Whether `optimizer.clip_grad_norm_` clips the gradients."""
     active_experts: float = 1.0
-    """Share of the routed experts' state whose experts get a gradient in a step. With large batches all of them do."""
+    """Share of the routed experts that get a gradient in a step. With large batches it is 1.0."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "other_bytes", parse_size(self.other_bytes, "other_bytes"))
@@ -66,64 +70,67 @@ class Workload:
 
     @property
     def compute_ms(self) -> float:
+        """All forwards and backwards of a step."""
         return self.micro_batches * (self.forward_ms + self.backward_ms)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan takes, per rank."""
+    """What a plan costs one rank."""
 
     device_state_bytes: int
     """Resident state, slots and window."""
     device_peak_bytes: int
-    """With weights, gradients and the workload's other bytes: an upper bound, from the second iteration on."""
+    """State, weights, gradients and the workload's other bytes: an upper bound, from the second iteration on."""
     host_bytes: int
-    """State, staging buffers, and what clipping with `update_in_backward` keeps twice."""
+    """State, staging buffers, and the second copies that clipping with `update_in_backward` keeps."""
     bytes_up: int
     """Over the link to the device in one step."""
     bytes_down: int
+    """Over the link to the host in one step."""
     exposed_ms: float
-    """How much longer an iteration is than its forwards and backwards alone."""
+    """How much longer an iteration takes than its forwards and backwards alone."""
     iteration_ms: float | None
     """`None` without a workload."""
     busy_ms: Mapping[str, float]
     """How long each resource works for one step."""
     bottleneck: str
-    """Which of them is busy longest; ``"device"`` where nothing moves."""
+    """The resource that is busy longest; ``"device"`` where nothing moves."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way that was considered."""
+    """One plan that was considered."""
 
     name: str
     host_fraction: float
     resident_bytes: int
     prediction: Prediction
     verdict: str
-    """Chosen, or why not."""
+    """``"chosen"``, or the reason why not."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """One rank's part of the machine, per millisecond."""
+    """One rank's part of the machine: bytes per millisecond."""
 
     up: float
     down: float
     duplex: float
+    """Each way, with both ways busy."""
     cpu: float
-    """Parameters."""
+    """Parameters per millisecond."""
     dram: float
     device: float
 
 
 def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per_param: float) -> Rates:
-    """`ranks` share the host's memory and threads; each has a link of its own."""
+    """The part of one of `ranks` ranks, which share host memory and threads and have a link each."""
     mine = threads or max(1, machine.threads // ranks)
 
     def update_rate(num_threads: int) -> float:
         counts = [count for count in machine.host_update_gb_per_s if count < num_threads]
-        # More threads than the memory can feed are no reason to be slower: fewer of them can be used.
+        # Where more threads are slower, fewer of them are used.
         return max(machine.host_update_rate(count, update_bytes_per_param) for count in (*counts, num_threads))
 
     alone = max(machine.dram_gb_per_s, *machine.host_update_gb_per_s.values())
@@ -132,7 +139,7 @@ def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per
         down=1e6 * max(machine.link_down_gb_per_s, machine.link_duplex_gb_per_s),
         duplex=1e6 * machine.link_duplex_gb_per_s,
         cpu=1e6 * min(update_rate(mine), update_rate(max(machine.threads, mine)) / ranks),
-        # It carries at least what one link was seen to bring and take.
+        # Host memory carries at least what one link was measured to move in both directions.
         dram=1e6 * max(_TOGETHER * alone, 2 * machine.link_duplex_gb_per_s) / ranks,
         device=1e6 * machine.device_gb_per_s,
     )
@@ -140,7 +147,7 @@ def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per
 
 @dataclass(frozen=True)
 class Load:
-    """Work for the resources beside the device: bytes, and parameters for the CPU."""
+    """Work for the link, the CPU and host memory: bytes, but parameters for the CPU."""
 
     up: float = 0.0
     down: float = 0.0
@@ -157,7 +164,7 @@ class Load:
         return (self.up, self.down, self.cpu, self.dram)
 
     def ms(self, rates: Rates) -> float:
-        """All resources work at the same time: the slowest decides."""
+        """Time until all is done. The resources work at the same time, so the slowest decides."""
         both, rest = min(self.up, self.down), max(self.up, self.down) - min(self.up, self.down)
         link = both / rates.duplex + rest / (rates.up if self.up > self.down else rates.down)
         return max(link, self.cpu / rates.cpu, self.dram / rates.dram)
@@ -165,13 +172,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Totals:
-    """A rank's whole model in numbers."""
+    """Sums over one rank's parameters."""
 
     state: float
     weights: float
     params: float
     moved: float = 1.0
-    """PieceUpdate that gets gradients."""
+    """Share of the state that gets gradients in a step."""
 
     @classmethod
     def of(cls, sizes: Sequence[ParamSize], active_experts: float = 1.0) -> Totals:
@@ -187,50 +194,50 @@ class Totals:
 
     @property
     def update_bytes(self) -> float:
-        """Memory traffic of the update itself: state read and written, weights read and written, gradients read."""
+        """Memory traffic of the update: state and weights read and written, gradients read."""
         return 2 * self.state + 3 * self.weights
 
     def streamed(self) -> Load:
-        """All of it fetched, updated on the device, and stored."""
+        """Load if all state is fetched, updated on the device, and stored."""
         return Load(up=self.state, down=self.state, dram=2 * self.state)
 
     def on_host(self) -> Load:
-        """All of it updated on the host: gradients and weights come down, weights go up."""
+        """Load if all state is updated on the host: gradients and weights come down, weights go up."""
         weights = self.weights
         return Load(up=weights, down=2 * weights, cpu=self.params, dram=self.update_bytes + 3 * weights)
 
 
 @dataclass(frozen=True)
 class Shares:
-    """A plan as the model sees it."""
+    """A plan as the fluid model sees it."""
 
     resident: float
-    """Of the state."""
+    """Share of the state that is resident."""
     host: float
-    """Of what is not resident."""
+    """PieceUpdate that the CPU updates, of the state that is not resident."""
     window: float = 0.0
     """Bytes."""
     chunk_bytes: float = 0.0
-    """Nothing is updated before the first chunk is there."""
+    """Updates begin when the first chunk has arrived."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """What `exposed` found."""
+    """The result of `exposed`."""
 
     exposed_ms: float
     left: float
-    """Share of what is not resident that is left to `step()`."""
+    """Share of the state whose update is left to `step()`."""
     work: Load
-    """Of one step, all of it."""
+    """All work of one step."""
 
 
 def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig, workload: Workload) -> Times:
-    """How much longer updates make an iteration. See [Note: fluid model]."""
+    """How much longer the updates make an iteration: [Note: fluid model]."""
     in_backward = config.update_in_backward and workload.backward_ms > 0
     speculates = in_backward and workload.clips
     off = 1.0 - shares.resident
-    # The second set of state must be whole, so speculative updates move all of it.
+    # Speculative updates write a second set of state, which must be complete: they move all of it.
     streamed = totals.streamed() * (off * (1.0 - shares.host) * (1.0 if speculates else totals.moved))
     on_host = totals.on_host() * (off * shares.host * totals.moved)
     device_ms = totals.update_bytes * totals.moved / rates.device
@@ -239,20 +246,21 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
     left, kept = 1.0, Load()
     if in_backward:
         if speculates:
-            kept = Load(down=_KEPT_ON_HOST * off * (1.0 - shares.host) * totals.weights)
-        early = streamed + kept if speculates else streamed + on_host  # speculation leaves the host's part to step()
-        early_ms = early.ms(rates) / _LINK_IN_BACKWARD
+            kept = Load(down=OLD_WEIGHTS_ON_HOST * off * (1.0 - shares.host) * totals.weights)
+        # With speculation the CPU's updates are left to step().
+        moving = streamed + kept if speculates else streamed + on_host
+        needed_ms = moving.ms(rates) / _LINK_IN_BACKWARD
         if not speculates:
-            early_ms = max(early_ms, on_host.ms(rates) / _CPU_IN_BACKWARD)
-        left = max(0.0, 1.0 - workload.backward_ms / early_ms) if early_ms else 0.0
+            needed_ms = max(needed_ms, on_host.ms(rates) / _CPU_IN_BACKWARD)
+        left = max(0.0, 1.0 - workload.backward_ms / needed_ms) if needed_ms else 0.0
     ahead = 1.0
-    if not in_backward and streamed.up:  # what a window holds is there when step() begins
+    if not in_backward and streamed.up:  # a window is filled when step() begins
         fetched = min(shares.window, workload.backward_ms * rates.up)
         ahead = max(0.0, 1.0 - fetched / streamed.up)
     forward_ms = workload.forward_ms if config.overlap_forward else 0.0
     resident_ms = device_ms * shares.resident if not in_backward or speculates else 0.0
     fill_ms = shares.chunk_bytes / rates.duplex
-    reached = shares.resident + off * left  # where forward meets what was done in backward
+    reached = shares.resident + off * left  # position from which on backward has done the updates
     late = ((streamed * ahead + on_host) * left).ms(rates) - forward_ms * reached
     if speculates:
         late = max(late, (streamed * left + on_host).ms(rates) - forward_ms)
@@ -261,7 +269,7 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
 
 
 def busy_ms(work: Load, device_bytes: float, rates: Rates) -> dict[str, float]:
-    """How long each resource works."""
+    """How long each resource works on `work`, and the device on `device_bytes` of memory traffic."""
     return {
         "link up": work.up / rates.duplex,
         "link down": work.down / rates.duplex,
@@ -272,18 +280,18 @@ def busy_ms(work: Load, device_bytes: float, rates: Rates) -> dict[str, float]:
 
 
 def gradient_share(config: OffloadConfig, workload: Workload, left: float) -> float:
-    """Share of the gradients that is there at the peak. `left`: share of the model that is left to `step()`."""
+    """Share of the gradients that exists at the peak. `left`: share of the model that is left to `step()`."""
     if not config.update_in_backward or workload.clips or workload.micro_batches > 1:
         return 1.0
     if not config.overlap_forward:
-        left = 0.0  # step() waits for all of them, so the link begins with each in backward
+        left = 0.0  # step() waits for all updates, so all of them are started in backward
     elif not workload.backward_ms:
-        left = _LEFT_TO_STEP
-    return left + (1.0 - left) * _GRADIENTS_IN_FLIGHT
+        left = LEFT_TO_STEP
+    return left + (1.0 - left) * GRADIENTS_IN_FLIGHT
 
 
 def kept_weight_share(config: OffloadConfig, workload: Workload) -> tuple[float, float]:
-    """Share of the streamed weights that speculative updates keep twice: on the device, on the host."""
+    """Shares of the streamed weights whose old values speculative updates keep: on the device, on the host."""
     if not (config.update_in_backward and workload.clips):
         return 0.0, 0.0
-    return 1.0 - _KEPT_ON_HOST, _KEPT_ON_HOST
+    return 1.0 - OLD_WEIGHTS_ON_HOST, OLD_WEIGHTS_ON_HOST

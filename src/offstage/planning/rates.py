@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The timed passes behind `measure_machine`: link, device memory, host memory, pinning, host updates.
+"""Timed passes for `measure_machine`: link, device memory, host memory, pinning, host updates.
 
-They run through the lanes, the arenas and the rule that training uses, so that the rates are the ones it will see.
-Of every pass the best of a few counts: other work on the machine only ever makes one slower.
+They use the lanes, the arenas and the rule that training uses, so that training reaches these rates. The best of a few
+repetitions counts: other work on the machine can only make a pass slower.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from offstage.rules import adamw_host
 _MIB = 1 << 20
 _ARENA_BYTES = 1024 * _MIB  # several times what a cache holds
 _DEVICE_BYTES = 512 * _MIB
-_SHARE_OF_FREE = 8  # where little is free, no more than one part in this many is taken
+_SHARE_OF_FREE = 8  # at most one part in this many of the free memory is used
 _TOUCH_BYTES = 64 * _MIB  # what one thread populates at a time when an arena is made
-_PIN_SECONDS = 0.5  # for the second, larger arena; on cold or slow memory it stays small
+_PIN_SECONDS = 0.5  # target time for the second, larger arena; on slow memory it stays small
 _COPY_BYTES = 64 * _MIB
 _COPIES = 4  # in a row
 _REPEATS = 3
-_WINDOW_SECONDS = 0.08
+_WINDOW_SECONDS = 0.08  # how long each thread is timed
 _SLICE = 1 << 20  # parameters per call of the rule, as in training
 _STATE_BYTES = 16  # per parameter of the update pass: bf16 weight and gradient, fp32 master and moments
 _IN_CACHE = (8 * 1024, 24 * 1024)  # parameters; 384 KiB of state fit in a second-level cache
@@ -41,12 +41,12 @@ _IN_CACHE_CALLS = 400
 
 
 def measure_rates(device: torch.device, threads: int, host_free: int, device_free: int) -> dict[str, Any]:
-    """The rates of a `Machine`, by field name. Takes at most 1 GiB of host and half a GiB of device memory for it."""
-    with use_lanes(None):  # a test's lanes would be timed otherwise
+    """The rates of a `Machine`, by field name. Uses at most 1 GiB of host and 0.5 GiB of device memory."""
+    with use_lanes(None):  # not the lanes of a test
         lanes = link_for(device).lanes()
     with on_device(device):
         if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # start the driver now, and let nothing else be timed
+            torch.accelerator.synchronize(device)  # start the driver and finish earlier work before anything is timed
         arena, pin_rate = _pin(device, threads, min(_ARENA_BYTES, host_free // _SHARE_OF_FREE))
         try:
             link = _link_and_device(lanes, arena, min(_DEVICE_BYTES, device_free // _SHARE_OF_FREE))
@@ -57,7 +57,7 @@ def measure_rates(device: torch.device, threads: int, host_free: int, device_fre
     if device.type == "cpu":
         link["device_gb_per_s"] = dram  # the same memory
     else:
-        torch.accelerator.empty_cache()  # the allocator would keep what was measured with from other processes
+        torch.accelerator.empty_cache()  # return the memory to other processes
     return {
         "pin_gib_per_s": pin_rate,
         "dram_gb_per_s": dram,
@@ -71,11 +71,11 @@ def measure_rates(device: torch.device, threads: int, host_free: int, device_fre
 
 
 def _pin(device: torch.device, threads: int, most: int) -> tuple[Arena, float]:
-    """An arena of at most `most` bytes that is made in about half a second, and its rate in GiB/s."""
+    """An arena of at most `most` bytes that takes about half a second to make, and its rate in GiB/s."""
     nbytes = max(_MIB, min(most, _TOUCH_BYTES * min(threads, 8)))
     arena, seconds = _timed_arena(device, nbytes)
     arena.close()
-    del arena  # before the next one is made
+    del arena  # free its memory before the next one is made
     larger = min(most, int(nbytes * _PIN_SECONDS / seconds))
     arena, seconds = _timed_arena(device, max(larger // _MIB * _MIB, nbytes))
     return arena, arena.nbytes / 2**30 / seconds
@@ -103,7 +103,7 @@ def _link_and_device(lanes: Lanes, arena: Arena, device_bytes: int) -> dict[str,
     }
     if lanes.device.type != "cpu":
         numbers = torch.zeros(max(256, device_bytes - 2 * size) // 4, device=lanes.device)
-        torch.accelerator.synchronize(lanes.device)  # the zeros are there before another lane adds to them
+        torch.accelerator.synchronize(lanes.device)  # the zeros are written before another lane adds to them
         seconds = _best_seconds(lanes, {Lane.UPDATE: [partial(numbers.add_, 1.0)]})
         rates["device_gb_per_s"] = _COPIES * 2 * numbers.nbytes / 1e9 / seconds
     return rates
@@ -114,7 +114,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _best_seconds(lanes: Lanes, queues: Mapping[Lane, Sequence[Callable[[], Any]]]) -> float:
-    """For `_COPIES` pieces of work on every lane of `queues` at once, until the last is done."""
+    """Seconds for `_COPIES` pieces of work on every lane of `queues` at the same time, until the last is done."""
 
     def once() -> float:
         start = lanes.stamp(next(iter(queues)))
@@ -132,12 +132,12 @@ def _best_seconds(lanes: Lanes, queues: Mapping[Lane, Sequence[Callable[[], Any]
 
 
 def _host_updates(arena: Arena, threads: int) -> tuple[dict[int, float], float]:
-    """Threads → GB/s of traffic; and the limit per thread, in 1e9 parameters per second, of data in the cache."""
+    """Threads → GB/s of traffic, and the limit in 1e9 parameters per second and thread, on data in the cache."""
     state = _adamw_state(arena)
     numel = state[0].numel()
-    _update([tensor[: _IN_CACHE[0]] for tensor in state])  # compile, or load what was compiled
+    _update([tensor[: _IN_CACHE[0]] for tensor in state])  # compile, or load the compiled code
     rates = {}
-    update = _prepare(state)  # as the optimizer does: threads share the interpreter, and it costs them little
+    update = _prepare(state)  # once for all slices, as in training: each call then holds the GIL only briefly
     for count in thread_counts(threads):
         size = min(_SLICE, numel // count)
         slices = [partial(update, i, i + size) for i in range(0, numel - size + 1, size)]
@@ -152,7 +152,7 @@ def thread_counts(threads: int) -> list[int]:
 
 
 def _in_cache_limit(state: Sequence[torch.Tensor]) -> float:
-    # The difference of two sizes is free of what a call costs; taken in turns, both see the same clock.
+    # The difference between two sizes cancels the cost of a call; alternating, both run at the same clock rate.
     best = [float("inf")] * len(_IN_CACHE)
     for _ in range(_IN_CACHE_CALLS):
         for i, numel in enumerate(_IN_CACHE):
@@ -164,7 +164,7 @@ def _in_cache_limit(state: Sequence[torch.Tensor]) -> float:
 
 
 def _adamw_state(arena: Arena) -> list[torch.Tensor]:
-    """Weight, gradient, moments and master in the arena, with values of which no update makes anything unusual."""
+    """Weight, gradient, moments and master in the arena, with values that stay normal numbers over many updates."""
     numel = arena.nbytes // _STATE_BYTES
     wide, narrow = arena.flat[: 12 * numel].view(torch.float32), arena.flat[12 * numel : 16 * numel]
     exp_avg, exp_avg_sq, master = wide.chunk(3)
@@ -201,7 +201,7 @@ def _prepare(state: Sequence[torch.Tensor]) -> Callable[[int, int], int]:
 
 
 def _streaming(arena: Arena, threads: int) -> float:
-    """GB/s of ``a += b``: in place, so that no line is read only to be overwritten."""
+    """GB/s of ``a += b``: in place, so that no cache line is read only to be overwritten."""
     numbers = arena.flat[: arena.nbytes // 8 * 8].view(torch.float32).fill_(1.0).numpy()
     into, other = np.split(numbers, 2)
     size = min(_SLICE, into.size // threads)
@@ -211,14 +211,14 @@ def _streaming(arena: Arena, threads: int) -> float:
 
 
 def _per_second(threads: int, work: Sequence[Callable[[], Any]]) -> float:
-    """Calls per second of all threads together, each going round its own part of `work`.
+    """Calls per second of all threads together; each repeats its own part of `work`.
 
-    Every thread is counted for as long as it ran, so that it does not matter which ends last.
+    Every thread is timed on its own, so the slowest one does not lengthen the time of the others.
     """
-    everyone = threading.Barrier(threads, timeout=60.0)
+    all_started = threading.Barrier(threads, timeout=60.0)
 
-    def rounds(first: int) -> float:
-        everyone.wait()
+    def repeat(first: int) -> float:
+        all_started.wait()
         calls = itertools.cycle(work[first::threads])
         done, seconds, start = 0, 0.0, time.perf_counter()
         while seconds < _WINDOW_SECONDS:
@@ -228,4 +228,4 @@ def _per_second(threads: int, work: Sequence[Callable[[], Any]]) -> float:
         return done / seconds
 
     with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(rounds, range(threads)))
+        return sum(pool.map(repeat, range(threads)))

@@ -26,7 +26,7 @@ import torch
 from offstage.checkpoint.ranks import Ranks
 from offstage.errors import ConfigError, OffstageError
 from offstage.optimizer.optimizer import OffloadedOptimizer, offload, runtime_of
-from offstage.planning.machine import measure_machine
+from offstage.planning.measure import measure_machine
 from offstage.train import sampling
 from offstage.train.activation_mode import activation_mode
 from offstage.train.checkpoint import Checkpoints, rng_states, set_rng_states

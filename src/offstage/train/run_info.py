@@ -18,7 +18,7 @@ import offstage
 from offstage.errors import OffstageError
 from offstage.memory.cpus import usable_cpus
 from offstage.optimizer.optimizer import OffloadedOptimizer
-from offstage.planning.machine import measure_machine
+from offstage.planning.measure import measure_machine
 from offstage.planning.plan import Plan
 from offstage.planning.planner import make_plan
 from offstage.planning.predict import Workload

@@ -21,20 +21,13 @@ from offstage.engine.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.overlap.speculation import Speculation
+from offstage.planning.predict import GRADIENTS_IN_FLIGHT, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
 from offstage.rules.rule import ParamState
 
 logger = logging.getLogger("offstage")
 
-_LEFT_TO_STEP = 0.25
-"""Share of the state that is left to `step()` until a backward has been measured."""
-_MEASURED_ROUND = 2
+_MEASURED_BACKWARD = 2
 """Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
-_NOT_KEPT_ON_DEVICE = 0.25
-"""With clipping: share of the old weights that is not kept on the device. They are those whose gradients come last,
-when the device is fullest: what of them is not left to `step()` keeps its old weights on the host."""
-_GRADIENTS_IN_FLIGHT = 0.25
-"""Share of all gradients that may wait for their update in backward. More memory than that is given back behind the
-updates, which then hold up backward; the updates are that far behind only where the link is much too slow."""
 
 
 class BackwardSelection:
@@ -50,14 +43,14 @@ class BackwardSelection:
         self._never: frozenset[torch.Tensor] = frozenset()
         """Parameters that are always left to `step()`."""
         self._left: Mapping[tuple[Engine, Placement], float] = {}
-        self._rounds = 0
+        self._backwards = 0
         self._measured = False
         self.fallbacks: dict[str, str] = {}
         """What is not as it was asked for."""
 
     def learn(self, fired: Mapping[torch.Tensor, int], engines: Sequence[Engine], *, with_updates: bool) -> None:
         """An iteration is over, in which hooks have `fired` so often."""
-        self._rounds += with_updates
+        self._backwards += with_updates
         before, once = self._once, {param for param, times in fired.items() if times == 1}
         if once:  # otherwise a whole backward was run again, and nothing is learned from that
             self._never |= fired.keys() - once
@@ -78,13 +71,13 @@ class BackwardSelection:
 
     def replanned(self, config: OffloadConfig, engines: Sequence[Engine]) -> None:
         """State has moved: measure anew."""
-        self._config, self._measured, self._rounds = config, False, 0
+        self._config, self._measured, self._backwards = config, False, 0
         if self._once:
             self._left = self._left_at_first(engines)
             self._choose(engines)
 
     def _left_at_first(self, engines: Sequence[Engine]) -> Mapping[tuple[Engine, Placement], float]:
-        share = _LEFT_TO_STEP if self._leaves_some else 0.0
+        share = LEFT_TO_STEP if self._leaves_some else 0.0
         return {(engine, placement): share for engine in engines for placement in Placement}
 
     def exclude(self, params: Iterable[torch.Tensor]) -> None:
@@ -93,7 +86,7 @@ class BackwardSelection:
 
     def measure(self, engines: Sequence[Engine]) -> None:
         """A backward begins: what did the link have time for in the one before? Looks once."""
-        if self._measured or self._rounds < _MEASURED_ROUND or not self._leaves_some:
+        if self._measured or self._backwards < _MEASURED_BACKWARD or not self._leaves_some:
             return
         left: dict[tuple[Engine, Placement], float] = {}
         for engine in engines:
@@ -112,10 +105,10 @@ class BackwardSelection:
                 states = engine.arenas.offloaded(self._once, placement)
                 left |= set(_first(states, self._left.get((engine, placement), 0.0)))
             if self._speculation.possible:
-                last = _first(engine.arenas.offloaded(self._once, Placement.STREAMED), _NOT_KEPT_ON_DEVICE)
+                last = _first(engine.arenas.offloaded(self._once, Placement.STREAMED), OLD_WEIGHTS_ON_HOST)
                 self._keep_on_host(engines, engine, [held for held in last if held not in left])
         self.params = self._once - {held.param for held in left}
-        self.most_in_flight = _GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
+        self.most_in_flight = GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
         logger.info(
             "update_in_backward: %d parameters in backward; in step(): %d that there is no time for, %d whose "
             "gradients come in parts or whose forward is run again",
