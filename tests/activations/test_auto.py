@@ -233,7 +233,7 @@ class WithKeywords(Stack):
 
 
 def with_own_forward():
-    """A layer whose forward somebody has replaced, as libraries do."""
+    """A layer whose forward was replaced, as libraries do."""
     model = transformer()
     forward = model.layers[2].forward
     model.layers[2].forward = lambda x: forward(x) * 1.5

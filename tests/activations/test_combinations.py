@@ -223,7 +223,7 @@ def test_a_model_compiled_as_a_whole_is_refused(when):
 
 
 class Inside(Stack):
-    """Somebody saves on the CPU around one of the layers."""
+    """`save_on_cpu()` around one of the layers."""
 
     where = "around"
 

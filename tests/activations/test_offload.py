@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers in a ModuleList, called by `step`."""
+    """Layers in a ModuleList, called one after the other."""
 
     def __init__(self, make, count=5):
         super().__init__()

@@ -154,7 +154,7 @@ def one_pass(layers, config=None, tokens=TOKENS):
     torch.manual_seed(0)
     model = Stack(layers, 3)
     handle = offload_activations(model, min_bytes=0, keep_last=0, **config or {})
-    model(torch.randn(1, tokens, WIDTH)).backward()  # nothing is made again without a proof
+    model(torch.randn(1, tokens, WIDTH)).backward()  # nothing is remade without a proof
     handle.bytes_offloaded = handle.bytes_returned = 0
     loss = model(torch.randn(1, tokens, WIDTH))
     return model, handle, loss
@@ -230,7 +230,7 @@ def test_each_time_it_is_remade_it_is_compared(removed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_returns_twice(seed):
-    """Whatever is made of it: a second way over the link would cost what making again was to save."""
+    """Whatever is remade from it: a second way over the link would cost what remaking was to save."""
     with on_lanes(seed):
         for layers in MODELS.values():
             _, handle, loss = one_pass(layers)
@@ -247,7 +247,7 @@ def test_backward_twice_and_double_backward(seed):
         model = Stack(Gated)
         handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
         found = []
-        for _ in range(2):  # moved, and made again
+        for _ in range(2):  # moved, and remade
             x = torch.randn(2, 3, WIDTH, requires_grad=True)
             loss = model(x)
             loss.backward(retain_graph=True)
@@ -263,11 +263,11 @@ def test_backward_twice_and_double_backward(seed):
         assert_same(run(True), expected)
 
 
-# What is not made again
+# What is not remade
 
 
 class Clamped(nn.Module):
-    """Results that somebody writes to behind autograd's back, in two ways."""
+    """Results that are written to without autograd's knowledge, in two ways."""
 
     def __init__(self):
         super().__init__()
@@ -283,7 +283,7 @@ class Clamped(nn.Module):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_was_written_to_unseen_is_moved(seed, caplog):
-    """Found out in the first backward, and said; what is not written to is made again from then on."""
+    """Found in the first backward, and logged; what is not written to is remade from then on."""
 
     def make():
         return Stack(Clamped)
@@ -309,7 +309,7 @@ class Writes(nn.Module):
 
     def forward(self, x):
         a, b = self.one(x), self.other(x)
-        if self.deep:  # made from two others, which is too deep once those are made again themselves
+        if self.deep:  # made from two others, which is too deep once those are remade themselves
             x = x + self.last(F.silu(a) * b * b)
         y = a * b
         if self.training:
@@ -389,8 +389,8 @@ def iterate(model, x, iterations):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_begins_to_write_later_is_found_out(seed):
-    """Two forwards later, since nobody waits for the answer; from then on it moves."""
+def test_later_writes_are_found(seed):
+    """Two forwards later, since the host does not wait for the answer; from then on it moves."""
     with on_lanes(seed):
         torch.manual_seed(0)
         model = Stack(Writes)
@@ -467,7 +467,7 @@ def test_chains_are_not_followed_to_their_end():
 
 
 class Complex(nn.Module):
-    """Numbers that are not those in memory until somebody reads them."""
+    """Numbers that are not those in memory until they are read."""
 
     def __init__(self):
         super().__init__()
@@ -535,8 +535,8 @@ def test_weights_on_the_host_come_as_often_as_before(seed):
     assert product.weight_bytes_fetched == moved(Sum, weights=True).weight_bytes_fetched
 
 
-def test_making_again_is_not_doing_nothing():
-    """Where the fraction is too small for anything to leave: nobody is idle who makes again, and others are."""
+def test_remaking_is_not_idle():
+    """Where the fraction is too small for anything to leave: a layer that remakes is not idle, others are."""
     for layer, works in ((Gated, True), (Written, False)):
         torch.manual_seed(0)
         model = Stack(layer)
@@ -548,7 +548,7 @@ def test_making_again_is_not_doing_nothing():
 
 
 def test_threads_that_begin_together():
-    """Four forwards are under way before the first one is over: nobody has been idle."""
+    """Four forwards are under way before the first one is over: none of them is idle."""
     barrier = threading.Barrier(4)
 
     class Waiting(Gated):
@@ -613,7 +613,7 @@ def test_autocast():
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = model(torch.randn(2, 3, WIDTH))
-                loss.backward()  # with autocast on: what is made again is not cast again
+                loss.backward()  # with autocast on: what is remade is not cast again
         assert handle is None or handle.receipt().bytes_remade
         return [param.grad for param in model.parameters()]
 

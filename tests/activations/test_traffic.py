@@ -16,7 +16,7 @@ GATE_UP = 8 * INPUT
 
 
 class Wide(nn.Module):
-    """Saves as much as the linear layers of `Gated` do, but nothing that could be made again."""
+    """Saves as much as the linear layers of `Gated` do, but nothing that could be remade."""
 
     def forward(self, x):
         return x.cos() + x.repeat(1, 1, 8).sin().unflatten(-1, (8, -1)).sum(-2)
@@ -85,7 +85,7 @@ def test_only_named_layers_leave():
     for _ in range(8):
         model(torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16)).backward()
         left.append(handle.receipt().bytes_offloaded)
-    assert len(set(left[1:])) == 1  # in the first forward everything leaves, and is made again to see whether it can be
+    assert len(set(left[1:])) == 1  # in the first forward everything leaves, and is remade beside it for the proof
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `offload_activations()` leaves on a model, and who else has hooks on the tensors that autograd saves.
+"""Hooks that `offload_activations()` leaves on a model, and those of other code on the tensors that autograd saves.
 
-Autograd calls the innermost of these only, so two offloads on the same tensors would not know of each other: all but
-checkpointing are refused.
+Of hooks on saved tensors autograd calls the innermost only, so two offloads on the same tensors would not know of each
+other: all but checkpointing are refused.
 """
 
 from __future__ import annotations
