@@ -246,7 +246,7 @@ class Trial:
             self._loop.iterate(batch)
             synchronize()
             ms = 1e3 * (time.perf_counter() - start)
-        left = 0 if self._handle is None else self._handle.receipt().bytes_left
+        left = 0 if self._handle is None else self._handle.receipt().bytes_offloaded
         return {
             "median_ms": round(ms, 1),
             "ms_per_1k_tokens": round(ms / length * 1e3, 3),

@@ -227,8 +227,8 @@ def moved(handle: ActivationOffload) -> Row:
     receipt = handle.receipt()
     plan = receipt.plan
     return {
-        "left_gib": gib(receipt.bytes_left),
-        "left_bytes": receipt.bytes_left,
+        "left_gib": gib(receipt.bytes_offloaded),
+        "left_bytes": receipt.bytes_offloaded,
         "stayed_gib": gib(receipt.bytes_stayed),
         "remade_gib": gib(receipt.bytes_remade),
         "remade_bytes": receipt.bytes_remade,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from offstage.activations import device as activation_side
+from offstage.activations import device as activation_device
 from offstage.activations.offload import offload_activations
 from offstage.activations.plan import Choice
 from offstage.errors import ConfigError, HostMemoryError
@@ -60,8 +60,8 @@ class TimedLate(Clock, LazyLanes):
 def link(monkeypatch):
     """What the link carries; a test may change it."""
     rate = [0.05]
-    monkeypatch.setattr(activation_side, "measure_link", lambda lanes: rate[0])
-    monkeypatch.setattr(activation_side, "measure_remaking", lambda lanes: 1.0)
+    monkeypatch.setattr(activation_device, "measure_link", lambda lanes: rate[0])
+    monkeypatch.setattr(activation_device, "measure_remaking", lambda lanes: 1.0)
     return rate
 
 
@@ -92,7 +92,7 @@ class Looking:
     def look(self, gradient):
         params = list(self.model.parameters())
         held = sum(p.nbytes for p in params) + sum(p.grad.nbytes for p in params if p.grad is not None)
-        held += sum(side.here_bytes for side in self.handle._sides.values())
+        held += sum(device.here_bytes for device in self.handle._devices.values())
         self.most = max(self.most, held)
 
 
@@ -148,10 +148,10 @@ def test_every_phase_has_the_same_gradients_and_the_peak_is_kept(share, seed):
     assert handle.plan.peak_bytes <= peak
     if share > 1:
         assert counts(handle) == (LAYERS, 0, 0)
-        assert handle.receipt().bytes_left == 0
+        assert handle.receipt().bytes_offloaded == 0
     else:
         assert counts(handle)[0] < LAYERS
-        assert handle.receipt().bytes_left > 0
+        assert handle.receipt().bytes_offloaded > 0
 
 
 def test_from_keeping_to_the_least(link):
@@ -233,7 +233,7 @@ class WithKeywords(Stack):
 
 
 def with_own_forward():
-    """A layer whose forward somebody has replaced, as libraries do."""
+    """A layer whose forward was replaced, as libraries do."""
     model = transformer()
     forward = model.layers[2].forward
     model.layers[2].forward = lambda x: forward(x) * 1.5
@@ -393,12 +393,12 @@ def test_micro_batches_in_flight_are_planned_for(seed):
         handle = offload_activations(model, min_bytes=0, layers="auto", device_peak=int(1.1 * alone))
         found, most = loop(model, Looking(model, handle))
         assert_same(found, expected)
-        assert handle._learner.in_flight == 3
+        assert handle._measurements.in_flight == 3
         assert handle.plan.count(Choice.KEEP) < LAYERS
         assert most
         assert max(most) <= 1.1 * alone
         _, handle, _ = run(int(1.1 * alone))
-        assert handle._learner.in_flight == 1
+        assert handle._measurements.in_flight == 1
         assert handle.plan.count(Choice.KEEP) == LAYERS
 
 

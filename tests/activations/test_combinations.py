@@ -223,7 +223,7 @@ def test_a_model_compiled_as_a_whole_is_refused(when):
 
 
 class Inside(Stack):
-    """Somebody saves on the CPU around one of the layers."""
+    """`save_on_cpu()` around one of the layers."""
 
     where = "around"
 
@@ -324,7 +324,7 @@ def test_a_model_within_a_checkpoint(config, reentrant, seed):
             x = batch(number).requires_grad_()
             checkpoint(model, x, use_reentrant=reentrant).backward()
         if handle is not None and not reentrant:
-            assert handle.bytes_left == 0
+            assert handle.bytes_offloaded == 0
         return [x.grad, *gradients(model)]
 
     expected = run(False)
@@ -433,7 +433,7 @@ def test_asked_for_nothing_is_no_error(config):
     with offload_activations(model, min_bytes=0, **config) as handle:
         for number in range(5):
             model(batch(number)).backward()
-        assert handle.bytes_left == handle.host_bytes == 0
+        assert handle.bytes_offloaded == handle.host_bytes == 0
 
 
 def test_evaluation_alone_is_no_error():
@@ -472,8 +472,8 @@ def test_nothing_is_left_of_an_iteration(model, config, seed):
                 loss.backward()
             del loss
             made.zero_grad()
-            assert [side.here_bytes for side in handle._sides.values()] == [0]
-        assert [side.pool.used_bytes for side in cleared(handle)._sides.values()] == [0]
+            assert [device.here_bytes for device in handle._devices.values()] == [0]
+        assert [device.pool.used_bytes for device in cleared(handle)._devices.values()] == [0]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -498,7 +498,7 @@ def test_what_has_left_returns(config, seed, monkeypatch):
             model(batch(number)).backward()
             assert handle.bytes_returned == sum(gone) > 0
             receipt = handle.receipt()
-            assert receipt.total_bytes_left == handle.bytes_left >= handle.bytes_returned
+            assert receipt.total_bytes_offloaded == handle.bytes_offloaded >= handle.bytes_returned
             assert receipt.total_bytes_returned == handle.bytes_returned
             assert receipt.passes == number + 1
         loss = model(batch(0))
@@ -518,10 +518,10 @@ def test_nothing_leaves_in_vain(config, seed):
         model = transformer()
         handle = offload_activations(model, min_bytes=0, **CONFIGS[config])
         model(batch(0)).backward()
-        left, returned = handle.bytes_left, handle.bytes_returned
+        left, returned = handle.bytes_offloaded, handle.bytes_returned
         for number in range(3):
             model(batch(number)).backward()
-        assert handle.bytes_left - left == handle.bytes_returned - returned > 0
+        assert handle.bytes_offloaded - left == handle.bytes_returned - returned > 0
 
 
 def test_the_receipt_of_a_forward():
@@ -531,12 +531,15 @@ def test_the_receipt_of_a_forward():
     model(batch(0)).backward()
     receipt = handle.receipt()
     inputs = 2 * 3 * WIDTH * 4
-    assert receipt.bytes_left + receipt.bytes_stayed == 4 * inputs
-    assert receipt.bytes_left == 2 * inputs
+    assert receipt.bytes_offloaded + receipt.bytes_stayed == 4 * inputs
+    assert receipt.bytes_offloaded == 2 * inputs
     assert receipt.host_bytes == handle.host_bytes > 0
-    for word in ("forwards", "left / stayed", "left / returned", "host memory"):
+    for word in ("forwards", "offloaded", "kept on the device", "returned", "host memory"):
         assert word in str(receipt)
     assert receipt.plan is None
+    for owner, old in ((receipt, "bytes_left"), (receipt, "total_bytes_left"), (handle, "bytes_left")):
+        with pytest.warns(DeprecationWarning, match=rf"{old} is called \w*bytes_offloaded now"):
+            assert getattr(owner, old) == 2 * inputs
 
 
 def test_a_graph_outlives_its_handle():

@@ -602,7 +602,7 @@ def test_removed_within_backward():
 
 
 def dropped_without_a_word(config):
-    """Nobody keeps what the call returned: it stays on, or the parameters come home; backward finds its weights."""
+    """The caller drops the handle: it stays on, or the parameters come home; backward finds its weights."""
     torch.manual_seed(0)
     model = transformer()
     offload_activations(model, **ON, **config)
@@ -618,7 +618,7 @@ def dropped_without_a_word(config):
 
 
 @pytest.mark.parametrize("config", [{}, {"activations": False}])
-def test_a_handle_that_nobody_keeps(ranks, config):
+def test_a_handle_that_is_dropped(ranks, config):
     torch.manual_seed(0)
     model = transformer()
     model(batch(0)).backward()

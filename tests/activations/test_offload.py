@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers in a ModuleList, called by `step`."""
+    """Layers in a ModuleList, called one after the other."""
 
     def __init__(self, make, count=5):
         super().__init__()
@@ -181,7 +181,7 @@ def test_the_same_gradients(model, config, seed):
         found, handle = gradients(MODELS[model], CONFIGS[config])
     assert_same(found, expected)
     if config != "a half":
-        assert handle.bytes_left > 0
+        assert handle.bytes_offloaded > 0
         assert handle.bytes_returned > 0
 
 
@@ -240,9 +240,9 @@ def test_iterations_that_are_given_up(seed):
         x = torch.randn(2, 3, WIDTH)
         model(x)
         with torch.no_grad():
-            before = handle.bytes_left
+            before = handle.bytes_offloaded
             model(x)
-            assert handle.bytes_left == before
+            assert handle.bytes_offloaded == before
         with pytest.raises(RuntimeError, match="shape"):
             model(torch.randn(2, 3, WIDTH + 1))
         model.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -261,7 +261,7 @@ def test_iterations_that_are_given_up(seed):
         gc.collect()
         handle._begin()  # what is left of the last one is cleared away by the next
         handle._end()
-        assert sum(side.pool.used_bytes for side in handle._sides.values()) == 0
+        assert sum(device.pool.used_bytes for device in handle._devices.values()) == 0
     assert_same(found, expected)
 
 
@@ -312,7 +312,7 @@ def test_weights_stay_and_a_storage_leaves_once():
     x = torch.randn(WIDTH, WIDTH)
     model(x).backward()
     square = WIDTH * WIDTH * 4
-    assert handle.bytes_left == 3 * square  # x, y, and the argument of sin
+    assert handle.bytes_offloaded == 3 * square  # x, y, and the argument of sin
 
 
 def test_a_saved_tensor_that_is_changed_in_place_is_refused():
@@ -339,9 +339,9 @@ def test_removing_it_leaves_nothing_behind():
     before = {name: len(module._forward_pre_hooks) for name, module in model.named_modules()}
     with offload_activations(model, min_bytes=0) as handle:
         model(torch.randn(2, 3, WIDTH)).backward()
-        left = handle.bytes_left
+        left = handle.bytes_offloaded
     model(torch.randn(2, 3, WIDTH)).backward()
-    assert handle.bytes_left == left
+    assert handle.bytes_offloaded == left
     assert {name: len(module._forward_pre_hooks) for name, module in model.named_modules()} == before
     reference = weakref.ref(handle)
     del handle

@@ -55,7 +55,7 @@ def walked(layers, choices, in_flight):
     for number in reversed(range(len(layers))):
         layer = layers[number]
         if number in stays:
-            holds[number] += layer.saved_bytes - stays[number]  # made again
+            holds[number] += layer.saved_bytes - stays[number]  # remade
         else:
             holds[number] = layer.saved_bytes  # back, or computed again
         following = next((one for one in reversed(range(number)) if one not in stays), None)
@@ -172,11 +172,11 @@ def test_a_slow_link_recomputes_and_a_fast_one_offloads():
 
 
 GATED = [LayerFacts(10.0, 1000 * MB, 50 * MB, 5000 * MB, remade_bytes=300 * MB, remade_ms=0.4)] * 8
-"""The same, of which a third is made again in no time."""
+"""The same, of which a third is remade in no time."""
 
 
 def test_what_is_made_again_is_neither_kept_nor_moved():
-    """First what costs least: room for everything, then all but what is made again, then the link, then recomputing."""
+    """First what costs least: room for everything, then all but what is remade, then the link, then recomputing."""
     assert plan_of(20_000, layers=GATED).choices == (Choice.KEEP,) * 8
     little = plan_of(12_700, layers=GATED, rate=0.1)  # a link that carries next to nothing
     assert little.choices == (Choice.REMAKE,) * 7 + (Choice.KEEP,)

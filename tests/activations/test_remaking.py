@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saved tensors that are made again instead of moved: the same bits, and what they are made of moves once."""
+"""Saved tensors that are remade instead of moved: the same bits, and what they are remade from moves once."""
 
 import contextlib
 import gc
@@ -12,16 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from offstage.activations import traffic as activation_traffic
 from offstage.activations.offload import offload_activations
-from offstage.activations.remaking import Factors
 from offstage.errors import OffloadIneffectiveError, OffstageError
 from tests.activations.test_offload import SEEDS, WIDTH, Stack, assert_same, gradients, on_lanes
 
 TOKENS = 6
 FLOAT = 4
-NO_PRODUCTS = {"fraction": 0.99}
-"""Not everything leaves: matrix products are not computed again."""
 
 
 class Gated(nn.Module):
@@ -91,10 +87,10 @@ class Inside(nn.Module):
 class Apart(nn.Module):
     """The same as `Gated`, from two linear layers; the product's factors in another order."""
 
-    def __init__(self, bias=True):
+    def __init__(self):
         super().__init__()
-        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH, bias=bias) for _ in range(2))
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=bias)
+        self.gate, self.up = (nn.Linear(WIDTH, 4 * WIDTH) for _ in range(2))
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         return x + self.down(self.up(x) * F.silu(self.gate(x)))
@@ -128,16 +124,15 @@ class Halves(nn.Module):
 MODELS = {
     "gated": Gated,
     "gated, of two": Apart,
-    "turned": Turned,
     "halves": Halves,
+    "turned": Turned,
     "gelu": Gelu,
     "gelu, tanh": lambda: Gelu("tanh"),
     "products": Scaled,
     "written to": Written,
     "a checkpoint inside": Inside,
 }
-ONLY_PRODUCTS = ("written to", "a checkpoint inside", "turned")
-"""Of these nothing is made again but what linear layers have made."""
+NOTHING_REMADE = ("written to", "a checkpoint inside", "turned")
 CONFIGS = {"all": {"keep_last": 0}, "two layers": {"layers": 2}, "a half": {"fraction": 0.5}}
 
 
@@ -152,164 +147,46 @@ def test_the_same_gradients(model, config, seed):
     with on_lanes(seed):
         found, handle = gradients(make, CONFIGS[config])
         assert_same(found, expected)
-        assert bool(handle.receipt().bytes_remade) is (config == "all" or model not in ONLY_PRODUCTS)
+        assert bool(handle.receipt().bytes_remade) is (model not in NOTHING_REMADE)
 
 
 def one_pass(layers, config=None, tokens=TOKENS):
     torch.manual_seed(0)
     model = Stack(layers, 3)
     handle = offload_activations(model, min_bytes=0, keep_last=0, **config or {})
-    model(torch.randn(1, tokens, WIDTH)).backward()  # nothing is made again without a proof
-    handle.bytes_left = handle.bytes_returned = 0
+    model(torch.randn(1, tokens, WIDTH)).backward()  # nothing is remade without a proof
+    handle.bytes_offloaded = handle.bytes_returned = 0
     loss = model(torch.randn(1, tokens, WIDTH))
     return model, handle, loss
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_leaves_and_what_does_not(seed):
-    """Where others are between the layers that leave, the link has time for gate and up, and the device has not."""
-    with on_lanes(seed):
-        _, handle, loss = one_pass(Gated, {"layers": 1})
-        receipt = handle.receipt()
-        hidden = TOKENS * 4 * WIDTH * FLOAT
-        assert receipt.bytes_left == TOKENS * WIDTH * FLOAT + 2 * hidden  # the input; gate and up together
-        assert receipt.bytes_remade == 2 * hidden  # silu(gate), and the product
-        assert "made again" in str(receipt)
-        loss.backward()
-        # Gate and up are asked for five times, by three operations, and come back once.
-        assert handle.bytes_returned <= receipt.bytes_left
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_where_all_leave_the_link_is_the_limit(seed):
     with on_lanes(seed):
         _, handle, loss = one_pass(Gated)
         receipt = handle.receipt()
-        assert receipt.bytes_left == 3 * TOKENS * WIDTH * FLOAT  # the inputs
-        assert receipt.bytes_remade == 3 * 4 * TOKENS * 4 * WIDTH * FLOAT  # gate and up as well
+        hidden = TOKENS * 4 * WIDTH * FLOAT
+        assert receipt.bytes_offloaded == 3 * (TOKENS * WIDTH * FLOAT + 2 * hidden)  # the input; gate and up together
+        assert receipt.bytes_remade == 3 * 2 * hidden  # silu(gate), and the product
+        assert "remade" in str(receipt)
         loss.backward()
-        assert handle.bytes_returned <= receipt.bytes_left
+        # Gate and up are asked for five times, by three operations, and come back once.
+        assert handle.bytes_returned <= receipt.bytes_offloaded
 
 
-def counted(monkeypatch):
-    """Matrix products that are computed again: linear layers do not call this function."""
-    products, multiply = [], torch.mm
-
-    def count(*arguments):
-        products.append(arguments)
-        return multiply(*arguments)
-
-    monkeypatch.setattr(torch, "mm", count)
-    return products
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("layer", [Gated, Apart], ids=["one linear layer", "two"])
-def test_a_product_has_the_memory_for_its_gradients(layer, seed, monkeypatch):
-    """In its backward there are its two factors, and nothing that they were made of. Products are computed twice."""
-    products, held = counted(monkeypatch), []
-    asked = Factors.asked
-    monkeypatch.setattr(activation_traffic, "_KEEPS_THE_LINK_BUSY", 0)
-
-    def look(factors, kept, found):
-        got = asked(factors, kept, found)
-        held.append(kept.storage.side.here_bytes)
-        assert got.untyped_storage().nbytes() == TOKENS * 4 * WIDTH * FLOAT
-        return got
-
-    with on_lanes(seed):
-        _, handle, loss = one_pass(lambda: layer() if layer is Gated else layer(bias=False))
-        monkeypatch.setattr(Factors, "asked", look)
-        products.clear()
-        loss.backward()
-    # Those that it needs: the layer's own input, which is needed again, the one before, and the model's input.
-    assert max(held[1::2]) <= 3 * TOKENS * WIDTH * FLOAT
-    assert len(products) == 3 * 2 if layer is Gated else 3 * 3  # of two layers one is the factor itself
-    assert handle.bytes_returned <= handle.bytes_left
-
-
-def test_a_factor_of_many_products_is_made_once_or_twice(monkeypatch):
-    class Many(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.both, self.out = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-
-        def forward(self, x):
-            one, other = self.both(x).chunk(2, -1)
-            for _ in range(8):
-                x = x + self.out(x.sin() * one) + self.out(F.silu(other) * x.cos())
-            return x
-
-    products = counted(monkeypatch)
-    _, handle, loss = one_pass(Many)
-    products.clear()
-    loss.backward()
-    assert 3 <= len(products) <= 3 * 2
-    assert handle.receipt().bytes_remade
-
-
-class Sharded(nn.Module):
-    """Like a model of which every linear layer is sharded on its own: a weight is back before its own backward only."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.is_sharded = False
-
-    def forward(self, x):
-        hidden = self.one(x)
-        if self.is_sharded:
-            storage, values = self.one.weight.untyped_storage(), self.one.weight.detach().clone()
-            storage.resize_(0)
-
-            def gather(_):
-                storage.resize_(values.nbytes)
-                storage.copy_(values.untyped_storage())
-
-            hidden.register_hook(gather)
-        return x + self.other(F.silu(hidden))
-
-
-def sharded(model, are=True):
-    for layer in model.layers:
-        layer.is_sharded = are
-
-
-def trained(offload, *changes):
-    torch.manual_seed(0)
-    model = Stack(Sharded, 3)
-    handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
-    for change in changes:
-        change(model)
-        model.zero_grad()
-        model(torch.randn(1, TOKENS, WIDTH, requires_grad=True)).backward()
-    return [param.grad for param in model.parameters()], handle
-
-
-def test_a_weight_that_is_not_there_in_backward(caplog):
-    """Found out in the first iteration: what it has made moves. Later: said."""
-    found, handle = trained(True, sharded, same, same)
-    assert_same(found, trained(False, sharded, same, same)[0])
-    assert handle.receipt().bytes_remade == (3 + 1) * TOKENS * WIDTH * FLOAT  # silu, and what the first layer is given
-    assert "what a linear layer has made in a Sharded is not made again" in caplog.text
-    with pytest.raises(OffstageError, match="its weight is not on the device"):
-        trained(True, same, same, sharded)
-
-
-@pytest.mark.parametrize(
-    ("step", "remade"),
-    [("torch.mm", 3 + 1), ("offstage.activations.proofs._words", 0)],  # all but products; nothing
-    ids=["to make it", "to compare it"],
-)
-def test_no_memory_to_try(step, remade, caplog, monkeypatch):
+@pytest.mark.parametrize("step", ["remaking.Recipe.make", "proofs._words"], ids=["to remake it", "to compare it"])
+def test_no_memory_to_try(step, caplog, monkeypatch):
     def fail(*_):
         raise torch.OutOfMemoryError("2 GiB are free, 3 GiB were asked for")
 
-    expected, _ = trained(False, same, same, same)
-    monkeypatch.setattr(step, fail)
-    found, handle = trained(True, same, same, same)
+    def make():
+        return Stack(Gated)
+
+    expected, _ = gradients(make, None)
+    monkeypatch.setattr(f"offstage.activations.{step}", fail)
+    found, handle = gradients(make, {"keep_last": 0})
     assert_same(found, expected)
-    assert handle.receipt().bytes_remade == remade * TOKENS * WIDTH * FLOAT
+    assert not handle.receipt().bytes_remade
     assert "moves like everything else: 2 GiB are free" in caplog.text
 
 
@@ -327,62 +204,40 @@ def test_strides_that_say_nothing(shape):
     assert_same(run(True), run(False))
 
 
-def test_halves_of_one_storage_are_not_copied(monkeypatch):
-    """All of it is needed as it is, and goes right after."""
-    monkeypatch.setattr(Factors, "asked", lambda *_: pytest.fail("there is nothing to let go"))
-    _, handle, loss = one_pass(Halves)
-    loss.backward()
-    assert handle.receipt().bytes_remade
+class Remembers(Gated):
+    """Keeps what its linear layer has made where user code finds it."""
+
+    def forward(self, x):
+        self.hidden = self.gate_up(x)
+        gate, up = self.hidden.chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
 
 
-def test_a_bias_may_change():
-    """Autograd does not save it."""
-
-    def run(offload):
-        torch.manual_seed(0)
-        model = Stack(Gelu, 3)
-        handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
-        for _ in range(4):
-            loss = model(torch.randn(1, TOKENS, WIDTH))
-            with torch.no_grad():
-                for layer in model.layers:
-                    layer.up.bias.add_(0.1)
-            loss.backward()
-        assert handle is None or handle.receipt().bytes_remade
-        return [param.grad for param in model.parameters()]
-
-    assert_same(run(True), run(False))
-
-
-def test_each_time_it_is_made_it_is_compared():
-    """Weights that change unseen between two backwards; and after `remove()`, when no forward comes that would ask."""
-    for removed in (False, True):
-        model, handle, loss = one_pass(Gated)
-        loss.backward(retain_graph=True)
-        for layer in model.layers:
-            layer.gate_up.weight.data.mul_(2)
-        if removed:
-            handle.remove()
-            with pytest.raises(
-                OffstageError, match=r"what a linear layer has made in a Gated, was .* or its weight was"
-            ):
-                loss.backward()
-            continue
+@pytest.mark.parametrize("removed", [False, True])
+def test_each_time_it_is_remade_it_is_compared(removed):
+    """Inputs that change unseen between two backwards; and after `remove()`, when no forward reads the answer."""
+    model, handle, loss = one_pass(Remembers, {"fraction": 1e-9})  # they stay on the device
+    loss.backward(retain_graph=True)
+    for layer in model.layers:
+        layer.hidden.data.mul_(2)
+    if removed:
+        handle.remove()
+    else:
         loss.backward()
-        with pytest.raises(OffstageError, match=r"what a linear layer has made in a Gated, was .* or its weight was"):
-            iterate(model, torch.randn(1, TOKENS, WIDTH), 3)
+    with pytest.raises(OffstageError, match=r"what (Mul|Silu) has made in a Remembers, was written to without"):
+        loss.backward() if removed else iterate(model, torch.randn(1, TOKENS, WIDTH), 3)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_nothing_returns_twice(seed):
-    """Whatever is made of it: a second way over the link would cost what making again was to save."""
+    """Whatever is remade from it: a second way over the link would cost what remaking was to save."""
     with on_lanes(seed):
         for layers in MODELS.values():
             _, handle, loss = one_pass(layers)
             loss.backward()
-            assert handle.bytes_returned <= handle.bytes_left
+            assert handle.bytes_returned <= handle.bytes_offloaded
             del loss
-            assert [side.here_bytes for side in handle._sides.values()] == [0]
+            assert [device.here_bytes for device in handle._devices.values()] == [0]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -392,7 +247,7 @@ def test_backward_twice_and_double_backward(seed):
         model = Stack(Gated)
         handle = offload_activations(model, min_bytes=0, keep_last=0) if offload else None
         found = []
-        for _ in range(2):  # moved, and made again
+        for _ in range(2):  # moved, and remade
             x = torch.randn(2, 3, WIDTH, requires_grad=True)
             loss = model(x)
             loss.backward(retain_graph=True)
@@ -408,11 +263,11 @@ def test_backward_twice_and_double_backward(seed):
         assert_same(run(True), expected)
 
 
-# What is not made again
+# What is not remade
 
 
 class Clamped(nn.Module):
-    """Results that somebody writes to behind autograd's back, in two ways."""
+    """Results that are written to without autograd's knowledge, in two ways."""
 
     def __init__(self):
         super().__init__()
@@ -428,7 +283,7 @@ class Clamped(nn.Module):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_was_written_to_unseen_is_moved(seed, caplog):
-    """Found out in the first backward, and said; what is not written to is made again from then on."""
+    """Found in the first backward, and logged; what is not written to is remade from then on."""
 
     def make():
         return Stack(Clamped)
@@ -437,8 +292,7 @@ def test_what_was_written_to_unseen_is_moved(seed, caplog):
     with on_lanes(seed):
         found, handle = gradients(make, {"keep_last": 0}, iterations=4)
     assert_same(found, expected)
-    # Gelu, of five layers; what four linear layers have made; the input of the first, which is too deep for the next.
-    assert handle.receipt().bytes_remade == (5 + 4 * 4 + 1) * 2 * 6 * WIDTH * FLOAT
+    assert handle.receipt().bytes_remade == 5 * 2 * 6 * WIDTH * FLOAT  # gelu, of five layers
     warnings = [record.getMessage() for record in caplog.records if "not made again" in record.getMessage()]
     assert sorted(text.split(" has made in a ")[0].split()[-1] for text in warnings) == ["Mul", "Silu"]
     assert all("Clamped" in text for text in warnings)
@@ -455,7 +309,7 @@ class Writes(nn.Module):
 
     def forward(self, x):
         a, b = self.one(x), self.other(x)
-        if self.deep:  # made from two others, which is too deep once those are made again themselves
+        if self.deep:  # made from two others, which is too deep once those are remade themselves
             x = x + self.last(F.silu(a) * b * b)
         y = a * b
         if self.training:
@@ -535,8 +389,8 @@ def iterate(model, x, iterations):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_begins_to_write_later_is_found_out(seed):
-    """Two forwards later, since nobody waits for the answer; from then on it moves."""
+def test_later_writes_are_found(seed):
+    """Two forwards later, since the host does not wait for the answer; from then on it moves."""
     with on_lanes(seed):
         torch.manual_seed(0)
         model = Stack(Writes)
@@ -572,7 +426,7 @@ def test_a_verdict_against_it_stays():
     """Micro-batches in flight: one shows that it is written to, another, tried before, has nothing to show."""
     torch.manual_seed(0)
     model = Stack(Writes)
-    handle = offload_activations(model, min_bytes=0, keep_last=0, **NO_PRODUCTS)
+    handle = offload_activations(model, min_bytes=0, keep_last=0)
     writing(0.5)(model)
     first = model(torch.randn(2, 4, WIDTH))
     writing(1.0)(model)
@@ -609,11 +463,11 @@ def test_chains_are_not_followed_to_their_end():
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
     assert handle.bytes_remade
-    assert handle.bytes_returned <= handle.bytes_left
+    assert handle.bytes_returned <= handle.bytes_offloaded
 
 
 class Complex(nn.Module):
-    """Numbers that are not those in memory until somebody reads them."""
+    """Numbers that are not those in memory until they are read."""
 
     def __init__(self):
         super().__init__()
@@ -648,7 +502,7 @@ def test_what_is_not_in_memory_as_it_is_saved(layer, seed):
     with on_lanes(seed):
         found, handle = gradients(make, {"keep_last": 0})
     assert_same(found, expected)
-    assert handle.bytes_left
+    assert handle.bytes_offloaded
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -659,7 +513,7 @@ def test_weights_on_the_host_come_as_often_as_before(seed):
         with on_lanes(seed):
             torch.manual_seed(0)
             model = Stack(layer)
-            handle = offload_activations(model, min_bytes=0, keep_last=0, **NO_PRODUCTS, **config)
+            handle = offload_activations(model, min_bytes=0, keep_last=0, **config)
             for _ in range(4):
                 model(torch.randn(1, TOKENS, WIDTH)).backward()
             return handle.receipt()
@@ -677,24 +531,24 @@ def test_weights_on_the_host_come_as_often_as_before(seed):
             return Gated.forward(self, x) * self.scale  # saved by the next layer
 
     plain, both, product = moved(Gated), moved(Gated, weights=True), moved(Product, weights=True)
-    assert both.total_bytes_left == plain.total_bytes_left
+    assert both.total_bytes_offloaded == plain.total_bytes_offloaded
     assert product.weight_bytes_fetched == moved(Sum, weights=True).weight_bytes_fetched
 
 
-def test_making_again_is_not_doing_nothing():
-    """Where the fraction is too small for anything to leave: nobody is idle who makes again, and others are."""
+def test_remaking_is_not_idle():
+    """Where the fraction is too small for anything to leave: a layer that remakes is not idle, others are."""
     for layer, works in ((Gated, True), (Written, False)):
         torch.manual_seed(0)
         model = Stack(layer)
         handle = offload_activations(model, min_bytes=0, keep_last=0, fraction=1e-9)
         with contextlib.nullcontext() if works else pytest.raises(OffloadIneffectiveError, match="Raise fraction"):
             iterate(model, torch.randn(1, TOKENS, WIDTH), 5)
-        assert handle.bytes_left == 0
+        assert handle.bytes_offloaded == 0
         assert bool(handle.bytes_remade) is works
 
 
 def test_threads_that_begin_together():
-    """Four forwards are under way before the first one is over: nobody has been idle."""
+    """Four forwards are under way before the first one is over: none of them is idle."""
     barrier = threading.Barrier(4)
 
     class Waiting(Gated):
@@ -717,7 +571,7 @@ def test_threads_that_begin_together():
     for loss in losses:
         loss.backward()
     assert len(losses) == 4
-    assert handle.bytes_left
+    assert handle.bytes_offloaded
 
 
 # How long it lives
@@ -759,7 +613,7 @@ def test_autocast():
         for _ in range(2):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = model(torch.randn(2, 3, WIDTH))
-                loss.backward()  # with autocast on: what is made again is not cast again
+                loss.backward()  # with autocast on: what is remade is not cast again
         assert handle is None or handle.receipt().bytes_remade
         return [param.grad for param in model.parameters()]
 
@@ -797,4 +651,4 @@ def test_fraction_of_nothing():
     _, handle, loss = one_pass(Gated, {"fraction": 0.0})
     assert not handle.receipt().bytes_remade
     loss.backward()
-    assert not handle.bytes_left
+    assert not handle.bytes_offloaded

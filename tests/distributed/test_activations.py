@@ -103,7 +103,7 @@ def run_stages(schedule_name, config, checkpointed=False):
         optimizer.zero_grad()
         found.append({name: param.detach().clone() for name, param in modules.named_parameters()})
     receipts = [handle.receipt() for handle in handles]
-    return found, [receipt.total_bytes_left + receipt.weight_bytes_fetched for receipt in receipts]
+    return found, [receipt.total_bytes_offloaded + receipt.weight_bytes_fetched for receipt in receipts]
 
 
 def compare_stages(schedule_name, checkpointed, seeds):

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import offstage
+from offstage.activations.device import measure_link
 from offstage.activations.offload import offload_activations
-from offstage.activations.rates import measure_link
 from offstage.engine.pipeline import Trip
 from offstage.errors import OffstageError, StepLostError
 from offstage.lanes.lanes import lanes_for
@@ -623,7 +623,7 @@ def link_measured_for_activations():
     lanes = lanes_for(torch.device("cpu"))
     pool = HostPool(lanes.device, None)
     with (
-        mock.patch("offstage.activations.rates._MEASURED_BYTES", 4096),
+        mock.patch("offstage.activations.device._MEASURED_BYTES", 4096),
         mock.patch.object(lanes, "elapsed_ms", return_value=1.0),
     ):
         for _ in range(2):

@@ -1,56 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Side`: lanes and host memory for the activations of one device. Used by `activations.py`."""
+"""`DeviceActivations`: the lanes, the host memory and the rates for saved tensors of one device."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections import deque
-from typing import Any
 
 import torch
+from torch.nn import functional as F
 
-from offstage.activations.proofs import Proofs
-from offstage.activations.rates import measure_link, measure_product, measure_remaking
-from offstage.activations.recipe import Recipe
+from offstage.activations.proofs import Proofs, digest_of
 from offstage.config import ActivationConfig
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import Lanes
+from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.lanes.link import link_for
-from offstage.memory.pool import HostPool
+from offstage.memory.pool import HostPool, Range
+
+_MEASURED_BYTES, _MEASURED_TIMES = 32 * 1024 * 1024, 4
+_SHORTEST_MS = 1e-6
+"""The clock of test lanes does not advance."""
 
 
-class Side:
+class DeviceActivations:
     """Made when the first tensor of a device is saved."""
 
     def __init__(self, device: torch.device, config: ActivationConfig) -> None:
-        self.lanes: Lanes = link_for(device).lanes()
+        self._link = link_for(device)
+        self.lanes = self._link.lanes()
         self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
         self.proofs = Proofs()
         self.here_bytes = 0
         """Of saved tensors that are on the device."""
-        self._products: dict[torch.dtype, float] = {}
-        self._dead: deque[Any] = deque()
+        self._releases: deque[tuple[Range, Mark, torch.Tensor | None]] = deque()
         self.refuse_capture()
 
-    @functools.cached_property
+    @property
     def link_gb_per_s(self) -> float:
-        """What the link carries each way, with both directions busy. Measured the first time."""
-        return measure_link(self.lanes)
+        """What the link carries each way, with both directions busy."""
+        return self._link.gb_per_s(self.lanes)
 
     @functools.cached_property
     def remaking_gb_per_s(self) -> float:
-        """How fast the device makes saved tensors again. Measured the first time."""
+        """How fast the device remakes saved tensors. Measured the first time."""
         return measure_remaking(self.lanes)
-
-    def is_made_faster(self, recipe: Recipe) -> bool:
-        """Whether the device makes it, a matrix product, in less time than the link takes to carry it, even twice."""
-        if self.lanes.device.type == "cpu":
-            return True  # there is no link
-        if recipe.dtype not in self._products:
-            self._products[recipe.dtype] = measure_product(self.lanes, recipe.dtype)
-        seconds = 2 * recipe.multiplications / self._products[recipe.dtype]
-        return seconds < recipe.nbytes / (1e9 * self.link_gb_per_s)
 
     def refuse_capture(self) -> None:
         if self.lanes.capturing():
@@ -59,22 +52,76 @@ class Side:
                 "memory that is used for something else by then. Capture the model without offload_activations()."
             )
 
-    def trim(self) -> None:
-        """Give back host memory that nobody uses. Waits for the device."""
-        self.bury()
-        self.lanes.synchronize("trim: the host memory is not in use")
-        self.lanes.touch_on_host(writes=self.pool.trim())
+    # Copies
 
-    def lay_out(self, remains: Any) -> None:
-        """What a storage that nobody needs has left. Called by the garbage collector: nothing else may be done."""
-        self._dead.append(remains)
+    def store(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Copy `source`, which the caller's stream has made, to the host."""
+        lanes = self.lanes
+        lanes.touch(writes=[source])
+        with lanes.blocking():  # a copy that another thread submits later would hold its device memory until then
+            return lanes.submit(
+                Lane.STORE,
+                copy_work([(target, source)]),
+                after={"leave: the tensor is made": lanes.mark()},
+                reads=[source],
+                writes=[target],
+            )
 
-    def bury(self) -> None:
-        """Give back what the dead have left."""
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
+        """Copy `source` into `target`, which the caller's stream has just allocated and backward will wait for."""
+        lanes = self.lanes
+        lanes.touch(writes=[target])
+        with lanes.blocking():
+            fetched = lanes.submit(
+                Lane.FETCH,
+                copy_work([(target, source)]),
+                after={"return: the memory is free": lanes.mark()},  # the caller's stream has waited for the store
+                reads=[source],
+                writes=[target],
+            )
+        lanes.prioritise(fetched)
+        return fetched
+
+    # Host memory
+
+    def queue_release(self, taken: Range, after: Mark, memory: torch.Tensor | None) -> None:
+        """Have `taken` given back, behind `after`. The garbage collector calls this: nothing else may be done here.
+
+        `memory`: device memory that the copy at `after` reads or writes, if the storage still had any.
+        """
+        self._releases.append((taken, after, memory))
+
+    def run_releases(self) -> None:
+        """Give back the host memory of storages that autograd has dropped."""
         with contextlib.suppress(IndexError):
             while True:
-                taken, after, memory = self._dead.popleft()
-                if memory is not None:  # a copy from or into this memory may be under way
+                taken, after, memory = self._releases.popleft()
+                if memory is not None:
                     self.lanes.wait(after, "bury: the copy that nobody needed is done")
                     self.lanes.touch(writes=[memory])
                 self.pool.give_back(taken)
+
+    def trim(self) -> None:
+        """Give unused host memory back to the system. Waits for the device."""
+        self.run_releases()
+        self.lanes.synchronize("trim: the host memory is not in use")
+        self.lanes.touch_on_host(writes=self.pool.trim())
+
+
+def measure_remaking(lanes: Lanes) -> float:
+    """GB/s of saved tensors that are remade: those of a gated layer, the most common ones. The host waits."""
+    nbytes = _MEASURED_BYTES if lanes.device.type != "cpu" else _MEASURED_BYTES // 32
+    gate, up = torch.zeros(2, nbytes // 2, dtype=torch.bfloat16, device=lanes.device)
+
+    def remake(times: int) -> None:
+        for _ in range(times):
+            made = F.silu(gate).mul(up), F.silu(gate)  # for the linear layer behind, and for the product's own backward
+            for one in made:
+                digest_of(one)  # when it is saved,
+                digest_of(one)  # and when it is remade
+
+    remake(1)  # the first time is slower
+    start = lanes.stamp(Lane.CALLER)
+    remake(_MEASURED_TIMES)
+    milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
+    return _MEASURED_TIMES * 2 * nbytes / max(milliseconds, _SHORTEST_MS) / 1e6

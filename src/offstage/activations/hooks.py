@@ -1,44 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `activations.py` leaves on a model: `Hook` and `Kept`, which its copies do not have, and `Recomputing`."""
+"""Hooks that `offload_activations()` leaves on a model, and those of other code on the tensors that autograd saves.
+
+Of hooks on saved tensors autograd calls the innermost only, so two offloads on the same tensors would not know of each
+other: all but checkpointing are refused.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offstage.activations.plan import Choice
-from offstage.activations.saved_tensor_hooks import is_recomputed
 from offstage.errors import ConfigError
-
-if TYPE_CHECKING:
-    from offstage.activations.offload import ActivationOffload
 
 
 class Hook:
     """A hook on a module. A copy of the module, or one that is loaded from a file, has one that does nothing."""
 
-    def __init__(self, owner: weakref.ref[ActivationOffload] | None = None, method: str = "") -> None:
-        self._owner, self._method = owner, method
+    def __init__(self, method: Callable[..., None] | None = None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
         # Made here: importing offstage must not import the compiler.
-        self._refuse_compiled = torch.compiler.disable(_refuse_compiled) if owner is not None else _nothing  # type: ignore[no-untyped-call]
+        self._refuse_compiled = None if method is None else torch.compiler.disable(_refuse_compiled)  # type: ignore[no-untyped-call]
 
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self._refuse_compiled is not None:
             self._refuse_compiled()
-        offload = self._owner() if self._owner is not None else None
-        if offload is not None:
-            getattr(offload, self._method)(*arguments)
+        method = self._method() if self._method is not None else None
+        if method is not None:
+            method(*arguments)
 
     def __reduce__(self) -> Any:
         return Hook, ()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _refuse_compiled() -> None:
@@ -49,33 +45,27 @@ def _refuse_compiled() -> None:
     )
 
 
-class Kept:
-    """How a model keeps its offload alive."""
+class ModelAnchor:
+    """Keeps the handle of `offload_activations()` alive as long as its model. Copies of the model have an empty one."""
 
-    def __init__(self, offload: ActivationOffload | None = None) -> None:
+    def __init__(self, offload: Any = None) -> None:
         self.offload = offload
 
     def __reduce__(self) -> Any:
-        return Kept, ()
+        return ModelAnchor, ()
 
 
 class Recomputing:
-    """A layer's own forward, run again in backward where that is its choice."""
+    """A layer's own forward, run again in backward where `is_wanted` says so."""
 
-    def __init__(self, layer: nn.Module, owner: weakref.ref[ActivationOffload]) -> None:
+    def __init__(self, layer: nn.Module, is_wanted: Callable[[], bool]) -> None:
         self._layer, self._was_set = layer, "forward" in vars(layer)
-        self._forward, self._owner = layer.forward, owner
+        self._forward, self._is_wanted = layer.forward, weakref.WeakMethod(is_wanted)
         layer.forward = self.forward  # type: ignore[method-assign]
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        offload = self._owner()
-        visit = offload.visit if offload is not None else None
-        if (
-            visit is None
-            or visit.choice is not Choice.RECOMPUTE
-            or not torch.is_grad_enabled()
-            or is_recomputed(offload)
-        ):
+        is_wanted = self._is_wanted()
+        if is_wanted is None or not is_wanted():
             return self._forward(*arguments, **keywords)
         return checkpoint(self._forward, *arguments, use_reentrant=False, **keywords)
 
@@ -84,3 +74,40 @@ class Recomputing:
             self._layer.forward = self._forward  # type: ignore[method-assign]
         else:
             del self._layer.forward
+
+
+def is_recomputed(ours: object) -> bool:
+    """Whether all of this forward is checkpointed: then it saves nothing now, and is run again in backward."""
+    name = _top_hooks(ours)
+    if name is None or _is_checkpoint(name):
+        return name is not None
+    raise _other_hooks(name, "around the model's forward")
+
+
+def refuse_other_hooks(module: nn.Module, ours: object) -> None:
+    """Before a layer runs."""
+    name = _top_hooks(ours)
+    if name is not None and not _is_checkpoint(name):
+        raise _other_hooks(name, f"around a {type(module).__name__}")
+
+
+def _top_hooks(ours: object) -> str | None:
+    """The name of the hook that autograd would call now, unless it is a method of `ours`."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if top is None else top[0]
+    if pack is None or getattr(getattr(pack, "func", None), "__self__", None) is ours:
+        return None
+    pack = getattr(pack, "func", pack)
+    return str(getattr(pack, "__qualname__", type(pack).__qualname__))
+
+
+def _is_checkpoint(name: str) -> bool:
+    return name.startswith(("_checkpoint_hook", "_recomputation_hook"))
+
+
+def _other_hooks(name: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"Other saved-tensor hooks ({name.split('.')[0]}) are active {where}, and would take the same tensors as "
+        "offload_activations(); expected one of the two. Take off save_on_cpu() or the other library's offload, or "
+        "leave out offload_activations()."
+    )

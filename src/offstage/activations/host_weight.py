@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostWeight`: a parameter that lives on the host, and comes to the device for its layer. Used by `host_weights.py`.
+"""`HostWeight`: a parameter that lives on the host, and comes to the device for its layer.
 
 Between uses the parameter is a host tensor: that is what optimizers, clipping and state dicts see. While its layer runs
-forward, `param.data` is a copy on the device. What autograd saves of that copy is kept as a `SavedWeight`, which
-fetches the weight anew when backward asks for it. Whoever else holds the copy, or a view of it, holds an ordinary
-tensor.
+forward, `param.data` is a copy on the device. What autograd saves of that copy is kept as a reference to the
+weight, which is fetched anew in backward. To all other code, the copy and its views are ordinary tensors.
 
 | buffer | written by | read by | separated by |
 |---|---|---|---|
 | host weight | the optimizer, on the host | fetch | the host waits for fetches at the end of forward and backward |
 | device weight | fetch | the caller | a mark when it is allocated, `fetched` |
-| gradient | the caller | store | a mark when it has arrived; whoever reuses its memory comes after `stored` |
+| gradient | the caller | store | a mark when it has arrived; its memory is used again behind `stored` |
 | host gradient | store, then the host | the host | the host waits for `stored` at the end of backward |
 """
 
@@ -20,7 +19,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,9 +29,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offstage.errors import ConfigError, OffstageError
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.memory.arena import Arena
-
-if TYPE_CHECKING:
-    from offstage.activations.host_weights import HostWeights
 
 
 @dataclass
@@ -67,7 +63,7 @@ class HostWeight:
         self._sum: torch.Tensor | None = None
         self._node: Node | None = None
         self._spare: list[tuple[Arena, StorageWeakRef]] = []
-        """Memory for gradients, and whether somebody holds what was handed out of it."""
+        """Memory for gradients, and whether the gradient that was handed out of it is still in use."""
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +110,7 @@ class HostWeight:
         """HERE → AWAY. Views that autograd or the user holds stay what they are."""
         if self._device is None:
             return
-        if not self._is_waited_for:  # sent for, and not used
+        if not self._is_waited_for:  # fetched, and not used
             self._lanes.wait(self._fetched, "weights: the fetch is over")
             self._lanes.touch(writes=[self._device.view(-1)])
         self._device = None
@@ -133,7 +129,7 @@ class HostWeight:
             self.param.data = self._host
 
     def adopt(self) -> None:
-        """Whoever has given the parameter other data between two uses wins."""
+        """Data that user code has given the parameter between two uses wins."""
         self.swap_out()
         found = self.param.data
         if found.data_ptr() == self._host.data_ptr() or not found.numel():
@@ -150,7 +146,7 @@ class HostWeight:
         self.param.data = self._host
 
     def let_write(self) -> None:
-        """The host waits until nobody reads the host's weight."""
+        """The host waits until no fetch reads the host's weight."""
         if self._read is not None:
             self._lanes.wait_on_host(self._read, "weights: the optimizer may write")
             self._lanes.touch_on_host(writes=[self._arena.flat])
@@ -234,7 +230,7 @@ class HostWeight:
             self._coming = None
 
     def _memory_for(self, grad: torch.Tensor) -> torch.Tensor:
-        """Host memory for a gradient that nobody holds: that of an earlier one, if there is any."""
+        """Host memory for a gradient: that of an earlier one that is not in use any more, if there is any."""
         for number, (arena, storage) in enumerate(self._spare):
             if storage.expired() and arena.dtype == grad.dtype:  # type: ignore[no-untyped-call]
                 del self._spare[number]
@@ -260,26 +256,3 @@ class HostWeight:
 def _expected(before: Callable[[HostWeight], None], weight: weakref.ref[HostWeight], *_: Any) -> None:
     if (found := weight()) is not None:
         before(found)
-
-
-class SavedWeight:
-    """What autograd keeps in place of a weight, or of a view of one."""
-
-    __slots__ = ("_offset", "_size", "_stride", "_version", "layer", "owner", "weight")
-
-    def __init__(self, owner: HostWeights, layer: nn.Module, weight: HostWeight, tensor: torch.Tensor) -> None:
-        self.owner, self.layer, self.weight = owner, layer, weight
-        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self._version = weight.param._version
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved."""
-        param = self.weight.param
-        if param._version != self._version:
-            raise OffstageError(
-                f"Parameter {self.weight.name!r} was changed in place after a forward whose backward still needs it "
-                f"(version {param._version}, expected {self._version}). Call backward before the optimizer's step."
-            )
-        found = self.owner.copy_of(self.layer, self.weight)
-        made = torch.empty(0, dtype=found.dtype, device=found.device)
-        return made.set_(found.untyped_storage(), self._offset, self._size, self._stride)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`HostWeights`: the layers whose parameters live on the host. For `offload_activations(weights=True)`.
 
-Forward fetches a layer's weights, and sends for the next layer's meanwhile; backward does the same the other way round,
-in the order that the last forward had. A layer's copies are dropped when it has run, or when backward has gone on to
+Forward fetches a layer's weights, and the next layer's meanwhile; backward does the same the other way round, in the
+order that the last forward had. A layer's copies are dropped when it has run, or when backward has gone on to
 another; if something asks for them once more, they are fetched once more.
 """
 
@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offstage.activations.host_weight import HostWeight, SavedWeight
+from offstage.activations.host_weight import HostWeight
 from offstage.config import ActivationConfig, format_size
-from offstage.errors import ConfigError, HostMemoryError
+from offstage.errors import ConfigError, HostMemoryError, OffstageError
 from offstage.lanes.lanes import Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.arena import check_host_memory
@@ -111,13 +111,13 @@ class HostWeights:
             weight.swap_in()
             weight.watch(functools.partial(_before_gradient, weakref.ref(self)))
 
-    def leave(self, layer: nn.Module, *, in_pass: bool) -> None:
-        """It has run, or raised: its parameters are on the host."""
+    def leave(self, layer: nn.Module, *, in_forward: bool) -> None:
+        """A layer has run, or raised: its parameters are on the host. `in_forward`: of the model."""
         for weight in self._weights.get(layer, ()):
             weight.swap_out()
         if layer in self._weights and not _in_backward():
             self._drop(layer)
-            if not in_pass:
+            if not in_forward:
                 self._let_write()
 
     def end(self) -> None:
@@ -242,8 +242,31 @@ class HostWeights:
                 _on_host.pop(weight.param, None)  # type: ignore[no-untyped-call]
 
 
+class SavedWeight:
+    """What autograd keeps in place of a weight, or of a view of one."""
+
+    __slots__ = ("_offset", "_size", "_stride", "_version", "layer", "owner", "weight")
+
+    def __init__(self, owner: HostWeights, layer: nn.Module, weight: HostWeight, tensor: torch.Tensor) -> None:
+        self.owner, self.layer, self.weight = owner, layer, weight
+        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._version = weight.param._version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved."""
+        param = self.weight.param
+        if param._version != self._version:
+            raise OffstageError(
+                f"Parameter {self.weight.name!r} was changed in place after a forward whose backward still needs it "
+                f"(version {param._version}, expected {self._version}). Call backward before the optimizer's step."
+            )
+        found = self.owner.copy_of(self.layer, self.weight)
+        made = torch.empty(0, dtype=found.dtype, device=found.device)
+        return made.set_(found.untyped_storage(), self._offset, self._size, self._stride)  # type: ignore[no-any-return]
+
+
 def _is_ours(hook: Any) -> bool:
-    """Optimizers of ours take a gradient's arrival as a cue, and do not look at it."""
+    """Our optimizers' hooks only note that a gradient has arrived, and do not read it."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("offstage.")
 
 
@@ -295,7 +318,7 @@ def _movable(
 def _refuse_optimizers(params: Sequence[nn.Parameter], names: dict[nn.Parameter, str]) -> None:
     """An optimizer of ours that was made before knows these parameters on the device."""
     if any(map(has_state, params)):
-        gc.collect()  # one that nobody has any more
+        gc.collect()  # an optimizer that was dropped
     for param in params:
         if has_state(param):
             raise ConfigError(

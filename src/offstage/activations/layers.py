@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are a model's layers, and what the configuration says of each. Used by `activations.py`."""
+"""Which modules are a model's layers, what the configuration says of each, and `LayerCall`: one call of one of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from offstage.activations.plan import Choice, spread
 from offstage.config import ActivationConfig
 from offstage.errors import ConfigError
+
+ORDINARY = (torch.Tensor, nn.Parameter)
 
 
 def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
@@ -24,7 +29,7 @@ def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
                     f"{type(model).__name__} given. Pass them as list(model.layers)."
                 )
         return list(layers)
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    lists = _module_lists(model)
     if not lists or not any(len(one) for one in lists):
         raise ConfigError(
             f"{type(model).__name__} has no ModuleList whose children could be its layers; expected one. Name them "
@@ -35,8 +40,11 @@ def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
 
 def num_layers_of(model: nn.Module, layers: Sequence[nn.Module]) -> int:
     """How many layers the model has, where some of them may have been named."""
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    return max([len(layers), *(len(one) for one in lists if set(one) & set(layers))])
+    return max([len(layers), *(len(one) for one in _module_lists(model) if set(one) & set(layers))])
+
+
+def _module_lists(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+    return [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
 
 
 def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[Choice, ...]:
@@ -61,3 +69,47 @@ def kind_of(layer: nn.Module) -> tuple[type[nn.Module], int]:
 
 def size_of(layer: nn.Module) -> int:
     return sum(param.numel() for param in layer.parameters())
+
+
+class GraphLifetime:
+    """Lives as long as anything that one forward has saved."""
+
+
+class LayerCall:
+    """One call of a layer in one forward."""
+
+    def __init__(
+        self,
+        lifetime: GraphLifetime,
+        number: int,
+        layer: int,
+        choice: Choice,
+        kind: tuple[object, ...],
+        arguments: Any,
+    ) -> None:
+        """`number`: of the call in its forward; `layer`: of the layer in its model."""
+        self._lifetime = lifetime
+        self.number, self.layer, self.choice, self.kind = number, layer, choice, kind
+        leaves = [leaf for leaf in tree_leaves(arguments) if type(leaf) is torch.Tensor]
+        self.inputs = _references(leaf for leaf in leaves if leaf.layout == torch.strided)
+        """Storages of its arguments."""
+        self.path = 0
+        """A hash over the kinds of all that was saved in it so far: another way through a layer has another one."""
+
+    def follow(self, tensor: torch.Tensor, *, is_movable: bool) -> None:
+        """`tensor` is saved in it."""
+        # Which operation of this layer made it: an argument may come from any.
+        is_argument = tensor.layout == torch.strided and tensor.untyped_storage()._cdata in self.inputs
+        maker = None if tensor.grad_fn is None or is_argument else tensor.grad_fn.name()
+        self.path = hash((self.path, maker, tensor.dtype, is_movable))
+
+
+def storages_of(module: nn.Module) -> dict[int, StorageWeakRef]:
+    """Of parameters and buffers. While there is a reference to a storage, its address is not used for another."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return _references(tensor for tensor in tensors if type(tensor) in ORDINARY)
+
+
+def _references(tensors: Iterable[torch.Tensor]) -> dict[int, StorageWeakRef]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: StorageWeakRef(storage) for storage in storages}  # type: ignore[no-untyped-call]

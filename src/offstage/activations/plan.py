@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each layer's activations: kept, remade, offloaded, or recomputed. Pure; asked by `activations.py`.
+"""What becomes of each layer's activations: kept, remade, offloaded, or recomputed. Pure arithmetic.
 
 `choose` finds the mix that fits a peak at the least cost. Keeping costs memory, recomputing costs a forward, offloading
-costs nothing as long as the link carries it while the device computes; making again what one kernel makes costs little
-and saves little. So what is kept is kept without that, the link is used for what it can carry under forward and
-backward, and the rest is recomputed; more is offloaded only where even that does not fit.
+costs nothing as long as the link carries it while the device computes; remaking what one kernel makes costs little and
+saves little. So layers keep without remaking as long as that fits, the link is used for what it can carry under forward
+and backward, and the rest is recomputed; more is offloaded only where even that does not fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Choice(enum.Enum):
     """What a layer does with the tensors that its backward needs."""
 
     KEEP = "keep"
-    REMAKE = "remake"  # keeps what cannot be made again by one kernel
+    REMAKE = "remake"  # keeps what one kernel cannot remake
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"  # its inputs leave
 
@@ -39,7 +39,7 @@ class LayerFacts:
     """What the device held, at most, while this layer's backward ran, without any layer's saved tensors."""
     can_recompute: bool = True
     remade_bytes: int = 0
-    """Of `saved_bytes`, what can be made again from the rest by one kernel each: it neither moves nor stays."""
+    """Of `saved_bytes`, what one kernel each remakes from the rest: it neither moves nor stays."""
     remade_ms: float = 0.0
     """How long that takes."""
 

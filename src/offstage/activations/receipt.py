@@ -3,10 +3,23 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from offstage.activations.plan import ActivationPlan
 from offstage.config import format_size
+
+
+def renamed(old: str, new: str) -> Any:
+    """A property that reads `new` under its `old` name, and warns."""
+
+    def read(self: Any) -> Any:
+        message = f"{type(self).__name__}.{old} is called {new} now. Use that: the old name will go."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(self, new)
+
+    return property(read)
 
 
 @dataclass(frozen=True)
@@ -15,14 +28,16 @@ class ActivationReceipt:
 
     passes: int
     """Forwards of the model with gradients so far."""
-    bytes_left: int
+    bytes_offloaded: int
     """Device → host, in the last forward."""
     bytes_stayed: int
     """Saved by chosen layers in the last forward, and kept on the device because of `fraction`."""
     bytes_remade: int
-    """Saved in the last forward as well, and made again in backward instead of moved."""
-    total_bytes_left: int
+    """Saved in the last forward as well, and remade in backward instead of moved."""
+    total_bytes_offloaded: int
+    """Device → host, so far."""
     total_bytes_returned: int
+    """Host → device, so far."""
     weight_bytes_fetched: int
     """Of weights, so far."""
     gradient_bytes_stored: int
@@ -31,20 +46,21 @@ class ActivationReceipt:
     plan: ActivationPlan | None = None
     """What `layers="auto"` has decided."""
 
+    bytes_left = renamed("bytes_left", "bytes_offloaded")
+    total_bytes_left = renamed("total_bytes_left", "total_bytes_offloaded")
+
     def __str__(self) -> str:
+        size = format_size
         rows = [
             ("forwards", f"{self.passes}"),
-            ("left / stayed, last forward", f"{format_size(self.bytes_left)} / {format_size(self.bytes_stayed)}"),
-            ("made again, last backward", format_size(self.bytes_remade)),
-            (
-                "left / returned, so far",
-                f"{format_size(self.total_bytes_left)} / {format_size(self.total_bytes_returned)}",
-            ),
-            ("host memory", format_size(self.host_bytes)),
+            ("last forward", f"{size(self.bytes_offloaded)} offloaded, {size(self.bytes_stayed)} kept on the device"),
+            ("last backward", f"{size(self.bytes_remade)} remade"),
+            ("so far", f"{size(self.total_bytes_offloaded)} offloaded, {size(self.total_bytes_returned)} returned"),
+            ("host memory", size(self.host_bytes)),
         ]
         if self.weight_bytes_fetched:
-            fetched, stored = format_size(self.weight_bytes_fetched), format_size(self.gradient_bytes_stored)
-            rows.append(("weights / gradients, so far", f"{fetched} fetched / {stored} stored"))
+            fetched, stored = size(self.weight_bytes_fetched), size(self.gradient_bytes_stored)
+            rows.append(("weights, so far", f"{fetched} fetched, {stored} of gradients stored"))
         if self.plan is not None:
             rows.append(("plan", str(self.plan)))
-        return "\n".join(f"{name:<28} {value}" for name, value in rows)
+        return "\n".join(f"{name:<16} {value}" for name, value in rows)

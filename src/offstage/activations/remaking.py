@@ -1,152 +1,154 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RemadeStorage`: a saved tensor that is made again from others that are saved anyway, so that it need not move.
+"""Saved tensors that backward remakes from other saved tensors, so that they need not move: `remakable_storage`.
 
 An activation function saves its input, and the linear layer behind it saves its output. So of what `down(silu(gate) *
-up)` leaves for backward, `silu(gate)` and the product are made again from `gate` and `up`: by the same kernels from the
-same bits, in a small part of the time in which the link would carry them. Used by `activations.py`.
-
-[Note: dear ones] What a linear layer has made costs a matrix product, so it is made again only where the link is the
-limit, and kept until every operation that needs it had it. But for one: a product's backward makes two gradients, and
-needs its two factors and nothing that they were made of. That is let go before, and made once more behind (`Factors`).
-
-How it is made is in `recipe.py`, whether it then has the same bits in `proofs.py`.
+up)` leaves for backward, `silu(gate)` and the product are remade from `gate` and `up`: by the same kernels from the
+same bits, in a small part of the time in which the link would carry them. Only operations of one elementwise kernel are
+remade. Whether the bits are the same is found out first: see [Note: proofs].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
-from offstage.activations.proofs import Key
-from offstage.activations.recipe import Recipe, Unpack
-from offstage.activations.storage import Saved, bytes_of
+from offstage.activations.device import DeviceActivations
+from offstage.activations.layers import LayerCall
+from offstage.activations.proofs import Key, bytes_of
+from offstage.activations.storage import Saved, SavedStorage, Storage
 
-if TYPE_CHECKING:
-    from offstage.activations.device import Side
-    from offstage.activations.forward_pass import Visit
+_DEEPEST = 2
+"""How many results may be remade for one, as in `silu(gate) * up`: all of them are remade for each use."""
+_Operation = Callable[..., torch.Tensor]
+_CHEAP: Mapping[str, tuple[tuple[str, ...], Callable[[Any], _Operation]]] = {
+    "GeluBackward0": (("self",), lambda node: functools.partial(F.gelu, approximate=node._saved_approximate)),
+    "MulBackward0": (("self", "other"), lambda _: torch.mul),
+    "SiluBackward0": (("self",), lambda _: F.silu),
+}
+"""By autograd's name of an operation: what it saves, and what it was."""
+Unpack = Callable[[Any], torch.Tensor]
+"""From what autograd keeps in place of a tensor to the tensor."""
 
 
-class RemadeStorage:
-    """Stands where a `SavedStorage` would. Holds no memory, unless it is dear: see [Note: dear ones]."""
+def remakable_storage(
+    device: DeviceActivations, tensor: torch.Tensor, call: LayerCall, unpack: Unpack
+) -> RemadeStorage | TriedStorage | None:
+    """A storage that is remade or, where that has no proof yet, tried; `None` if it has to leave or stay."""
+    recipe = _recipe_of(tensor)
+    if recipe is None:
+        return None
+    key = (*call.kind, call.path, recipe.name)
+    is_same = device.proofs.verdict(key)
+    if is_same:
+        return RemadeStorage(device, tensor, call, key, recipe, unpack)
+    return TriedStorage(device, tensor, key, recipe) if is_same is None else None
 
-    traffic = None
-    is_remade = True
 
-    def __init__(
-        self, side: Side, tensor: torch.Tensor, visit: Visit, key: Key, recipe: Recipe, unpack: Unpack
-    ) -> None:
-        self.side, self.visit = side, visit
-        self.nbytes = tensor.untyped_storage().nbytes()
-        self.depth: int = recipe.depth
-        self.is_dear = recipe.is_dear
-        self._key, self._recipe, self._unpack = key, recipe, unpack
-        self._digest = side.proofs.take_digest(tensor)
-        self._alive = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._bytes: torch.Tensor | None = None
-        """If it is dear: from the first operation that needs it to the last."""
-        self._saved = 0
-        """How often backward will ask for it."""
-        self._used = 0
-        self._was_let_go = False
-        """In this backward."""
-        self._is_made_twice = False
-        """In each: what it is made of has been told."""
+class Recipe:
+    """How to remake a tensor. Keeps what autograd keeps of the operation's inputs."""
 
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, whose storage has the same address, is of this one and has the values that were saved."""
-        return not self._alive.expired() and tensor._version == 0  # type: ignore[no-untyped-call]
-
-    def saved(self, tensor: torch.Tensor) -> Saved:
-        """What autograd keeps in place of `tensor`."""
-        self.expect()
-        return Saved(self, tensor)
+    def __init__(self, made: torch.Tensor, name: str, operation: _Operation, inputs: Sequence[Saved]) -> None:
+        self.name = name
+        """Of the operation, for messages too."""
+        self.depth: int = 1 + max(kept.storage.depth for kept in inputs)
+        """How many results have to be remade for it, itself included."""
+        self._operation, self._inputs = operation, inputs
+        self._device_type, self._nbytes = made.device.type, made.nbytes
 
     def expect(self) -> None:
-        """It will be asked for once more, and so will what it is made of."""
-        if not self.is_dear or not self._saved:
-            self._recipe.expect()
-        self._saved += 1
+        """It will be used once more: so its inputs will be asked for."""
+        for kept in self._inputs:
+            kept.storage.expect()
 
     def unexpect(self) -> None:
-        """It was asked for once by nobody."""
-        self._saved -= 1
-        if not self.is_dear or not self._saved:
-            self._recipe.unexpect()
-        if self._bytes is not None:
-            self._used -= 1
+        """A use that `expect` has announced does not come again in the next backward."""
+        for kept in self._inputs:
+            kept.storage.unexpect()
+
+    def make(self, unpack: Unpack) -> torch.Tensor:
+        inputs = [unpack(kept) for kept in self._inputs]
+        with torch.no_grad(), torch.autocast(self._device_type, enabled=False):  # what had to be cast was, before
+            made = self._operation(*inputs)
+        assert made.is_contiguous(), "inputs with the strides that they had lead to what was contiguous before"
+        assert made.nbytes == self._nbytes
+        return made
+
+
+def _recipe_of(tensor: torch.Tensor) -> Recipe | None:
+    """How to remake the storage of `tensor`, which autograd is about to save; `None` if it cannot be."""
+    root = tensor._base if tensor._is_view() else tensor
+    if root is None or type(root) is not torch.Tensor or not root.is_contiguous():
+        return None
+    node: Any = root.grad_fn
+    if node is None or root._version or root.nbytes != root.untyped_storage().nbytes() or node.name() not in _CHEAP:
+        return None
+    names, operation = _CHEAP[node.name()]
+    inputs = [getattr(node, f"_raw_saved_{name}").data for name in names]
+    # Not from parameters: they change, or are somewhere else, as soon as their own layer's backward is over. Nor from
+    # what other hooks have saved, nor where nothing was: a factor that needs no gradient.
+    if not all(isinstance(kept, Saved) for kept in inputs):
+        return None
+    recipe = Recipe(root, node.name().removesuffix("Backward0"), operation(node), inputs)
+    return recipe if recipe.depth <= _DEEPEST else None
+
+
+class TriedStorage(SavedStorage):
+    """Leaves or stays, and is remade once beside what backward gets, for the proof."""
+
+    def __init__(self, device: DeviceActivations, tensor: torch.Tensor, key: Key, recipe: Recipe) -> None:
+        super().__init__(device, tensor)
+        self._key = key
+        self._recipe: Recipe | None = recipe
+        recipe.expect()
+
+    def try_once(self, found: torch.Tensor, unpack: Unpack) -> None:
+        """`found`: a tensor of it, as backward gets it."""
+        recipe, self._recipe = self._recipe, None
+        if recipe is None:
+            return
+
+        def remake() -> torch.Tensor:
+            try:
+                return recipe.make(unpack)
+            finally:
+                recipe.unexpect()
+
+        self.device.proofs.compare(self._key, remake, found)
+
+
+class RemadeStorage(Storage):
+    """Holds no memory but its checksum."""
+
+    def __init__(
+        self,
+        device: DeviceActivations,
+        tensor: torch.Tensor,
+        call: LayerCall,
+        key: Key,
+        recipe: Recipe,
+        unpack: Unpack,
+    ) -> None:
+        super().__init__(device, tensor)
+        self.call, self.depth = call, recipe.depth
+        self._key, self._recipe, self._unpack = key, recipe, unpack
+        self._digest = device.proofs.take_digest(tensor)
+
+    def expect(self) -> None:
+        self._recipe.expect()
+
+    def unexpect(self) -> None:
+        self._recipe.unexpect()
 
     def bytes_for_backward(self) -> torch.Tensor:
-        """The storage."""
-        found = self._bytes if self._bytes is not None else self._make()
-        self._used += 1
-        if self._used >= self._saved:  # a second backward makes it again
-            self._keep(None)
-            self._used, self._was_let_go = 0, False
-        elif self.is_dear:
-            self._keep(found)
-        return found
-
-    def _make(self) -> torch.Tensor:
         made = self._recipe.make(self._unpack)
-        self.side.proofs.watch(self._key, made, self._digest)
+        self.device.proofs.watch(self._key, made, self._digest)
         return bytes_of(made)
 
-    def dear_ones(self) -> list[RemadeStorage]:
-        """Itself, or what it is made of."""
-        if self.is_dear:
-            return [self]
-        return [dear for kept in self._recipe.inputs for dear in kept.storage.dear_ones()]
-
-    def let_go(self) -> None:
-        """It is asked for again, but not before what comes next has used the memory. Once: it is dear."""
-        if self._bytes is None or self._was_let_go:
-            return
-        self._keep(None)
-        self._was_let_go = True
-        if not self._is_made_twice:
-            self._is_made_twice = True
-            self._recipe.expect()
-
-    def _keep(self, found: torch.Tensor | None) -> None:
-        self.side.here_bytes += self.nbytes * ((found is not None) - (self._bytes is not None))
-        self._bytes = found
-
     def __del__(self) -> None:
-        if getattr(self, "_bytes", None) is not None:
-            self.side.here_bytes -= self.nbytes
         digest: torch.Tensor | None = getattr(self, "_digest", None)
-        if digest is not None:  # whoever uses it next comes later in the caller's stream
-            self.side.proofs.give_back(digest)
-
-
-def join_factors(both: Sequence[Saved]) -> None:
-    """A product has saved these two, and its backward will ask for both at once."""
-    dear = dict.fromkeys(one for kept in both for one in kept.storage.dear_ones())
-    # Not one of which all is needed.
-    made_of = [one for one in dear if sum(kept.nbytes for kept in both if kept.storage is one) < one.nbytes]
-    if made_of:
-        factors = Factors(made_of)
-        for kept in both:
-            kept.factors = factors
-
-
-class Factors:
-    """The two that a product has saved, of which something is let go: see [Note: dear ones]."""
-
-    def __init__(self, made_of: Sequence[RemadeStorage]) -> None:
-        self._made_of = made_of
-        self._asked: list[Saved] = []
-
-    def asked(self, kept: Saved, found: torch.Tensor) -> torch.Tensor:
-        """The product's backward has asked for `kept`, which is `found`. What it gets instead."""
-        if kept.storage in self._made_of:
-            found = found.clone()  # its part only, in the same order: more does not matter, element by element
-        self._asked = [one for one in self._asked if one is not kept] + [kept]
-        if len(self._asked) == 2:
-            self._asked = []
-            for storage in self._made_of:
-                storage.let_go()
-        return found
+        if digest is not None:  # its next use comes later in the caller's stream
+            self.device.proofs.give_back(digest)

@@ -3,16 +3,16 @@
 
 A storage that leaves is let go, and its memory is free, when so many bytes have left after it that its copy has
 probably arrived, or when so many layers have run: the caller's stream then waits for the copy, and seldom long. How
-many bytes, depends on how the layers that leave lie. Where some do, with others between them, one layer's tensors have
-until the next such layer's: `prefetch` times the largest. Where all do, a few copies keep the link busy; fewer still
-where what does not fit it is made again. Used by `activations.py`.
+many bytes depends on where the layers that leave are. Where other layers lie between them, the tensors of one have time
+until the next such layer's: `prefetch` times the largest. Where all leave, a few copies keep the link busy.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from offstage.activations.plan import Choice
 from offstage.activations.storage import SavedStorage
@@ -25,27 +25,24 @@ class Traffic:
     """Of one forward and its backward."""
 
     def __init__(
-        self, choices: Sequence[Choice], config: ActivationConfig, num_layers: int, *, largest: int, num_visits: int
+        self, choices: Sequence[Choice], config: ActivationConfig, num_layers: int, *, largest: int, num_calls: int
     ) -> None:
         """`num_layers`: of the model, where `choices` may be of some that were named. Of the forward before:
-        `largest`, the bytes that one layer sent away, and `num_visits`, how many layers ran."""
+        `largest`, the bytes that one layer sent away, and `num_calls`, how many layers ran."""
         prefetch = config.prefetch
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
         all_leave = offloaded >= num_layers - max(1, config.keep_last)
         self._are_spread = num_layers > offloaded + prefetch > prefetch and not all_leave
-        """Others between those that leave: the link has time."""
-        self.link_is_limit = all_leave and config.fraction == 1 and config.layers != "auto"
-        self._is_relieved = False
-        """Of what was saved, some need not leave."""
+        """Other layers lie between those that leave: the link has time."""
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
-        self._last = num_visits - 1
+        self._last = num_calls - 1
         self._prefetch = prefetch
         self.largest = 0
         """Bytes that one layer has sent away, at most."""
         self._expected = largest
         self._of_layer = 0
-        self._leaving: deque[tuple[Callable[[], SavedStorage | None], int, int]] = deque()
+        self._leaving: deque[tuple[weakref.ref[SavedStorage], int, int]] = deque()
         self._leaving_bytes = 0
         self._away: list[weakref.ref[SavedStorage]] = []
 
@@ -53,39 +50,30 @@ class Traffic:
     def _room(self) -> int:
         """Bytes that may be on their way beside the storage in question."""
         largest = max(self.largest, self._expected)
-        enough = _KEEPS_THE_LINK_BUSY // 2 if self._is_relieved else _KEEPS_THE_LINK_BUSY
-        return self._prefetch * (largest if self._are_spread else min(largest, enough))
+        return self._prefetch * (largest if self._are_spread else min(largest, _KEEPS_THE_LINK_BUSY))
 
     # Forward
 
-    def left(self, storage: SavedStorage, visit: int) -> None:
-        """`storage` has been sent away by the layer that runs as number `visit`."""
-        storage.traffic, storage.place = self, len(self._away)
+    def left(self, storage: SavedStorage, call: int) -> None:
+        """Call number `call` of a layer has sent `storage` away."""
+        storage.send_for = functools.partial(self._send_for, len(self._away))
         self._away.append(weakref.ref(storage))
-        self._leaving.append((self._away[-1], storage.nbytes, visit))
+        self._leaving.append((self._away[-1], storage.nbytes, call))
         self._leaving_bytes += storage.nbytes
         self._of_layer += storage.nbytes
         self.largest = max(self.largest, self._of_layer)
-        self._let_go(visit)
+        self._let_go(call)
 
-    def remade(self, nbytes: int, visit: int) -> None:
-        """So much was saved that does not leave: what has left before had that time, and its memory is needed."""
-        if self.link_is_limit:
-            self._is_relieved = True
-            self._leaving.append((_nobody, nbytes, visit))
-            self._leaving_bytes += nbytes
-            self._let_go(visit)
-
-    def layer_is_over(self, visit: int) -> None:
-        """Layer number `visit` has run."""
+    def call_is_over(self, call: int) -> None:
+        """Call number `call` of a layer has ended."""
         self._of_layer = 0
         # What follows the last layer (a head, a loss) may need more memory than any: where all leave, all are gone.
-        self._let_go(visit, everything=visit == self._last and not self._are_spread)
+        self._let_go(call, everything=call == self._last and not self._are_spread)
 
-    def _let_go(self, visit: int, *, everything: bool = False) -> None:
+    def _let_go(self, call: int, *, everything: bool = False) -> None:
         while self._leaving:
             reference, nbytes, left_in = self._leaving[0]
-            is_early = self._leaving_bytes - nbytes < self._room and visit - left_in < self._spacing * self._prefetch
+            is_early = self._leaving_bytes - nbytes < self._room and call - left_in < self._spacing * self._prefetch
             if is_early and not everything:
                 return
             self._leaving.popleft()
@@ -95,12 +83,14 @@ class Traffic:
 
     # Backward
 
-    def send_for(self, storage: SavedStorage) -> int:
-        """Backward asks for `storage`: it returns, and those that it will ask for next. How many bytes had to move."""
+    def _send_for(self, place: int) -> int:
+        """Have the storage that left as number `place` return, and those that backward will ask for next."""
+        storage = self._away[place]()
+        assert storage is not None, "the caller holds it"
         moved = storage.nbytes if storage.come_back() else 0
         room, ahead = self._room, 0
-        for place in range(storage.place - 1, -1, -1):
-            one = self._away[place]()
+        for earlier in range(place - 1, -1, -1):
+            one = self._away[earlier]()
             if one is None or one.has_returned:  # used already, maybe in another order
                 continue
             ahead += one.nbytes
@@ -108,7 +98,3 @@ class Traffic:
                 break
             moved += one.nbytes if one.come_back() else 0
         return moved
-
-
-def _nobody() -> None:
-    """In the place of a reference."""

@@ -40,6 +40,7 @@ import torch
 from torch import nn
 
 from offstage.activations.layers import layers_of
+from offstage.activations.offload import lanes_of
 from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lanes
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
@@ -347,9 +348,7 @@ def _lanes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Lanes]:
     """Of the optimizer, and of activations that leave."""
     engines = runtime_of(optimizer).engines if isinstance(optimizer, OffloadedOptimizer) else []
     found = [engine.transport.lanes for engine in engines if engine.transport.is_open]
-    handle = getattr(model, "_offstage_activations", None)
-    offload = handle.offload if handle is not None else None
-    return [*found, *(side.lanes for side in getattr(offload, "_sides", {}).values())]
+    return [*found, *lanes_of(model)]
 
 
 def _between(phases: Sequence[tuple[str, float, float]], spans: Spans) -> list[Span]:
