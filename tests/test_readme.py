@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every command and every line of Python in the README runs as it is written there."""
+"""The README and the docs: code and commands run as written, links lead somewhere, tables are whole, pages short."""
 
 import ast
 import os
@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def commands(first: str) -> list[list[str]]:
@@ -62,3 +64,72 @@ def test_python_is_python(text):
     import offstage
 
     assert all(hasattr(offstage, name) for name in named)
+
+
+# Pages: links, names, tables, length
+
+
+def prose(page: Path) -> str:
+    """Without code blocks, which may hold anything."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that GitHub makes of headings: lower case, punctuation dropped, spaces to dashes."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_paths_exist(page):
+    """Sources, tests, examples and rows of measurements that a page names."""
+    text = page.read_text()
+    for path in re.findall(r"\b(?:src/offstage|tests|examples|benchmarks|docs)/[\w/.]*\w", text):
+        assert (ROOT / path).exists(), path
+    for rows in re.findall(r"`(\w+\.jsonl)`", text):
+        assert (ROOT / "benchmarks" / "results" / rows).exists(), rows
+    for module in re.findall(r"python -m ((?:benchmarks|examples|tests)\.[\w.]*\w)", text):
+        assert (ROOT / (module.replace(".", "/") + ".py")).exists(), module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_rows_of_a_table_have_equal_cells(page):
+    """A `|` inside code splits a cell too, unless it is escaped."""
+    tables = re.findall(r"(?:^\|.*\n)+", prose(page), re.MULTILINE)
+    for table in tables:
+        cells = [len(re.findall(r"(?<!\\)\|", row)) for row in table.splitlines()]
+        assert len(set(cells)) == 1, table
+        assert re.fullmatch(r"\|(:?-+:?\|)+", table.splitlines()[1]), table
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_sentences_name_the_actor(page):
+    assert not re.findall(r"\b(?:whoever|nobody|somebody|someone|anybody|anyone)\b", page.read_text(), re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
+def test_a_page_for_users_fits_on_three_screens(page):
+    assert len(page.read_text().splitlines()) <= 170
+
+
+def test_the_readme_is_short_and_shows_every_folder():
+    assert len(README.splitlines()) <= 200
+    entries = {entry.name for entry in (ROOT / "src" / "offstage").iterdir() if not entry.name.startswith("_")}
+    assert not {name for name in entries - {"py.typed"} if f"](src/offstage/{name})" not in README}
+
+
+def test_pages_import_what_exists():
+    for page in PAGES:
+        for line in re.findall(r"^from offstage.*$", page.read_text(), re.MULTILINE):
+            exec(line, {})

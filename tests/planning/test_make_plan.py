@@ -21,7 +21,8 @@ from offstage.planning.predict import CHOSEN, Workload
 from offstage.planning.sizes import ParamSize, World, param_sizes
 from tests.support.machines import GIB, dense, dense_7b, dense_70b, desktop, machine, machines, mixture_671b, node
 
-PLANNING = Path(__file__).parents[2] / "docs" / "planning.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / "planning.md", DOCS / "internals" / "planner.md"]
 MODEL = dense(4, 2048, 8192, 2048, 32_000)  # 0.4 billion parameters
 AUTO = OffloadConfig(update_on="auto")
 
@@ -427,7 +428,8 @@ def test_published_models_are_planned_in_a_second_and_read_well(name):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_documented_tables_are_what_is_printed(name):
     """To write them anew: `python -m tests.planning.test_make_plan`."""
-    assert f"<!-- plan: {name} -->\n\n```\n{EXAMPLES[name]()}\n```\n" in PLANNING.read_text()
+    text = "".join(page.read_text() for page in PAGES)
+    assert f"<!-- plan: {name} -->\n\n```\n{EXAMPLES[name]()}\n```\n" in text
 
 
 def test_sizes_of_published_models():
@@ -436,11 +438,12 @@ def test_sizes_of_published_models():
 
 
 def write_examples() -> None:
-    text = PLANNING.read_text()
-    for name, plan in EXAMPLES.items():
-        block = f"<!-- plan: {name} -->\n\n```\n{plan()}\n```\n"
-        text = re.sub(rf"<!-- plan: {name} -->\n\n```\n.*?\n```\n", lambda _, block=block: block, text, flags=re.S)
-    PLANNING.write_text(text)
+    for page in PAGES:
+        text = page.read_text()
+        for name, plan in EXAMPLES.items():
+            block = f"<!-- plan: {name} -->\n\n```\n{plan()}\n```\n"
+            text = re.sub(rf"<!-- plan: {name} -->\n\n```\n.*?\n```\n", lambda _, block=block: block, text, flags=re.S)
+        page.write_text(text)
 
 
 if __name__ == "__main__":

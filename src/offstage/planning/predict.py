@@ -6,7 +6,7 @@ to 1. Resident state is at the beginning. Everything after it is moved and updat
 resource: the link in either direction, the CPU, host memory. Forward passes the positions upwards, backward downwards.
 `exposed_ms` is how much longer an iteration takes than its forwards and backwards alone. It is never predicted below
 the update's own time on the device, which is what resident state takes. With that floor, more resident state can only
-shorten an iteration, and so can every faster rate. docs/planning.md derives each formula.
+shorten an iteration, and so can every faster rate. docs/internals/planner.md derives each formula.
 """
 
 from __future__ import annotations
