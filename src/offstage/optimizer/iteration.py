@@ -176,9 +176,13 @@ class Iteration:
         self._drop_gradients()
         self._over(End.COMMITTED)
 
-    def revert(self) -> None:
-        """Weights are again as before its speculative updates, and gradients as the loop has left them."""
+    def revert(self, *, drop_norm: bool = False) -> None:
+        """Weights are again as before its speculative updates, and gradients as the loop has left them.
+
+        Without `drop_norm` the step may still be made, with the same norm, by the iteration that follows.
+        """
         assert self.speculative or not self.early
+        self.norm = None if drop_norm else self.norm
         with deferred_interrupts(), torch.no_grad():
             self._undo()
             self._over(End.REVERTED)

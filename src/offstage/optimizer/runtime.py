@@ -137,8 +137,7 @@ class Runtime:
             with deferred_interrupts():
                 self._run(updates)
         elif self.iteration.norm is not None:
-            self.iteration.norm = None
-            self.iteration.revert()
+            self.iteration.revert(drop_norm=True)
 
     def _updates(self) -> list[ParamUpdate]:
         """Everything this step depends on, read and checked now; nothing of it has moved yet."""
@@ -159,8 +158,7 @@ class Runtime:
     def begin_in_backward(self) -> None:
         """The iteration's first update is about to be made, in backward."""
         if self.iteration.norm is not None:  # of an iteration that was given up
-            self.iteration.norm = None
-            self.iteration.revert()
+            self.iteration.revert(drop_norm=True)
         self._begin()
         self.iteration.speculative = self.speculation.clips
 
@@ -274,8 +272,7 @@ class Runtime:
         if norm.finite:
             return True
         self.skipped_steps += 1
-        self.iteration.norm = None
-        self.iteration.revert()
+        self.iteration.revert(drop_norm=True)
         self.start_again()
         logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
         return False
@@ -294,7 +291,7 @@ class Runtime:
             self._lost = iteration.lost if iteration.lost is not None else self._lost
             if self.overlap is not None:
                 self.overlap.forget()
-        norm = iteration.norm if iteration.end is End.REVERTED else None  # the step may still be made, with this norm
+        norm = iteration.norm if iteration.end is End.REVERTED else None
         self.iteration = Iteration(iteration.number + 1, self.places, weakref.WeakMethod(self._ended), norm)
 
     def restart(self, reason: str) -> None:
@@ -305,9 +302,10 @@ class Runtime:
     def drop_gradients(self) -> None:
         """Gradients are about to be zeroed: updates that were made with them go too, where that is possible."""
         iteration = self.iteration
-        iteration.norm = None
         if iteration.speculative or not iteration.early:
-            iteration.revert()
+            iteration.revert(drop_norm=True)
+        else:
+            iteration.norm = None
 
     def start_again(self) -> None:
         """What backward has shown so far does not count."""
