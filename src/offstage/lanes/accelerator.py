@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offstage.lanes.host_threads import HostThreads, Slice
-from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Priority, Work, pieces_of
+from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work, pieces_of
 from offstage.lanes.promises import Promise, promised_after
 
 _MOST_UNDER_WAY = 112
@@ -30,9 +30,8 @@ _TAKES_TURNS = (Lane.FETCH, Lane.STORE)
 class AcceleratorLanes(Lanes):
     """Streams and events of `torch.accelerator`. The streams are created once and live as long as the lanes."""
 
-    def __init__(self, device: torch.device, priority: Priority) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._priority = priority
         queues = [lane for lane in Lane if lane not in (Lane.CALLER, Lane.HOST)]
         self._queues: dict[Lane, _Streams] = {
             lane: _Streams(device, 2 if lane in _TAKES_TURNS else 1) for lane in queues
@@ -77,7 +76,7 @@ class AcceleratorLanes(Lanes):
 
     def _prioritised(self) -> Mark | None:
         """The copy that goes first, once its stream has it: a promise is not worth waiting for."""
-        mark = self._priority.mark
+        mark = self.priority.mark
         if not isinstance(mark, Promise):
             return mark
         return mark.mark() if mark.is_resolved else None
@@ -178,7 +177,7 @@ class AcceleratorLanes(Lanes):
         return int(torch.accelerator.memory_allocated(self.device.index))
 
     def prioritise(self, mark: Mark) -> None:
-        self._priority.mark = mark
+        self.priority.mark = mark
 
     def free_bytes(self) -> int:
         return device_free_bytes(self.device)

@@ -62,6 +62,12 @@ UNORDERED = (Lane.GRADIENTS_DOWN, Lane.HOST, Lane.WEIGHTS_UP)
 """Their work has no order but that of its marks: host threads submit it as they finish."""
 
 
+class Priority:
+    """The copy that goes first on a device's link, on whichever lanes it is."""
+
+    mark: Mark | None = None
+
+
 class Lanes(ABC):
     """The lanes of one device."""
 
@@ -70,6 +76,8 @@ class Lanes(ABC):
     """True where declared buffers are looked at: callers may skip collecting them otherwise."""
     threads: HostThreads
     """The host lane's workers; set by the user of the lanes."""
+    priority = Priority()
+    """Set by the link: lanes of several users share it."""
 
     @abstractmethod
     def submit(
@@ -189,12 +197,6 @@ class Lanes(ABC):
 
     def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:  # noqa: B027
         """Declare what the host itself reads or writes at this moment."""
-
-
-class Priority:
-    """The copy that goes first on a device's link, on whichever lanes it is."""
-
-    mark: Mark | None = None
 
 
 class ImmediateLanes(Lanes):

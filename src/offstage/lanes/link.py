@@ -29,25 +29,21 @@ _SHORTEST_MS = 1e-6
 """Lanes of tests have clocks that stand still."""
 
 LanesFactory = Callable[[torch.device], Lanes]
-_factory: contextvars.ContextVar[LanesFactory | None] = contextvars.ContextVar("offstage_lanes", default=None)
 
 
 class Link:
     """What one device's copies to and from the host share."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, make_lanes: LanesFactory) -> None:
+        self.device, self._make_lanes = device, make_lanes
         self._priority = Priority()
         self._rates: dict[bool, float] = {}
 
     def lanes(self) -> Lanes:
-        """Lanes for one user: those that fit the device, or those a test asked for with `use_lanes`."""
-        factory = _factory.get()
-        if factory is not None:
-            return factory(self.device)
-        if self.device.type == "cpu":
-            return ImmediateLanes(self.device)
-        return AcceleratorLanes(self.device, self._priority)
+        """Lanes for one user."""
+        made = self._make_lanes(self.device)
+        made.priority = self._priority
+        return made
 
     def gb_per_s(self, lanes: Lanes, *, pin: bool = True) -> float:
         """What the link carries each way with both ways busy; 0 if there is no device memory to find out.
@@ -63,14 +59,30 @@ class Link:
         return self._rates[pin]
 
 
-_links: dict[torch.device, Link] = {}
+class _Links:
+    """The links of all devices, and which lanes they make."""
+
+    def __init__(self, make_lanes: LanesFactory) -> None:
+        self._make_lanes = make_lanes
+        self._links: dict[torch.device, Link] = {}
+
+    def get(self, device: torch.device) -> Link:
+        if device not in self._links:
+            self._links[device] = Link(device, self._make_lanes)
+        return self._links[device]
+
+
+def _fitting_lanes(device: torch.device) -> Lanes:
+    return ImmediateLanes(device) if device.type == "cpu" else AcceleratorLanes(device)
+
+
+_real_links = _Links(_fitting_lanes)
+_links: contextvars.ContextVar[_Links] = contextvars.ContextVar("offstage_links", default=_real_links)
 
 
 def link_for(device: torch.device) -> Link:
-    """The link of `device`. Under `use_lanes` it is a new one: what test lanes measure is not what the device does."""
-    if _factory.get() is not None:
-        return Link(device)
-    return _links.setdefault(device, Link(device))
+    """The link of `device`."""
+    return _links.get().get(device)
 
 
 @contextlib.contextmanager
@@ -79,11 +91,11 @@ def use_lanes(factory: LanesFactory | None) -> Iterator[None]:
 
     `None`: those that fit the device.
     """
-    token = _factory.set(factory)
+    token = _links.set(_real_links if factory is None else _Links(factory))
     try:
         yield
     finally:
-        _factory.reset(token)
+        _links.reset(token)
 
 
 def measure_duplex(lanes: Lanes, *, pin: bool = True) -> float:
