@@ -358,7 +358,7 @@ def test_split_masters_are_loaded_by_several_threads(saved, monkeypatch):
             both.wait(0.5)  # where only one comes at a time it goes on alone
         return real(device)
 
-    monkeypatch.setattr("offstage.checkpoint.loading._threads", lambda: 2)
+    monkeypatch.setattr("offstage.checkpoint.loading.file_threads", lambda: 2)
     monkeypatch.setattr(adamw, "_kernels_for", kernels_for)
     loaded = build(PLANS["split"], seed=1)
     checkpoint.load(folder, *loaded)
@@ -1788,7 +1788,7 @@ def watched(master, squares, real=loading.master_weights.split):
     return made
 
 
-loading._threads = lambda: 4
+loading.file_threads = lambda: 4
 peak = 0
 small = build(1024)  # what torch and the threads allocate once
 step(*small)

@@ -79,7 +79,7 @@ def run(config: TrainConfig) -> Result:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
         open_until_end.enter_context(repeatable(config, parallel.device))
         folder = RunFolder(config.run.folder)
-        with Ranks(None).agreeing("Opening the run's folder"):
+        with Ranks(None).failing_together("Opening the run's folder"):
             if parallel.first:
                 open_until_end.enter_context(folder.held())
         stopping = open_until_end.enter_context(Stopping(parallel.host_group).listening())
@@ -111,12 +111,12 @@ class Training:
             first=parallel.first,
         )
         ranks = Ranks(None)
-        with ranks.agreeing("Reading the data"):
+        with ranks.failing_together("Reading the data"):
             self.feed, self._eval_data = self._open_data()
         if self._predicts:
             measure_machine(parallel.device)  # now, while the device is empty; then it is remembered
         with contextlib.ExitStack() as open_until_closed:
-            with ranks.agreeing("Building the model"), explained(config):
+            with ranks.failing_together("Building the model"), explained(config):
                 self.passes: Passes = passes_for(config, parallel)
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
