@@ -691,7 +691,7 @@ def test_an_optimizer_that_was_closed_is_saved_at_once_only(tmp_path):
     model, optimizer = deep(MASTERS)
     iterate(model, optimizer, range(3))
     optimizer.close()
-    with pytest.raises(ConfigError, match=r"async_save\(\) expects an optimizer that trains on.*closed.*Use save\(\)"):
+    with pytest.raises(ConfigError, match=r"async_save\(\) expects an open optimizer.*closed.*Use save\(\)"):
         checkpoint.async_save(tmp_path / "later", model, optimizer)
     checkpoint.save(tmp_path / "saved", model, optimizer)
     assert_same_tree(loaded_from(tmp_path / "saved"), plainly(None, 3))

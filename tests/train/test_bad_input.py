@@ -20,7 +20,7 @@ from offstage.cli.main import main
 from offstage.errors import CheckpointError, OffstageError
 from offstage.train import passes
 from offstage.train.config import build, to_toml
-from offstage.train.sizes import SIZES
+from offstage.train.model_sizes import SIZES
 from tests.support.ranks import RankError
 from tests.support.trainer import differences, files_of, rows_of, train, train_there, values_of
 

@@ -228,9 +228,7 @@ class SnapshotStaging(Staging):
     def state_reader(self, held: HeldState, key: str) -> Reader:
         assert held.host is not None
         if id(held.host) not in self._snapshots:
-            raise ConfigError(
-                "async_save() reads the state of an open optimizer; found one that was closed. Use save()."
-            )
+            raise ConfigError("async_save() expects an open optimizer; found one that was closed. Use save().")
         return SnapshotReader(self._snapshots[id(held.host)], held.index, key)
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from offstage.errors import ConfigError
+from offstage import ConfigError
 from offstage.train.settings import nearest
 
 PROG = "offstage bench"

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from offstage import Machine, offload
 from offstage.cli.system_info import Surroundings
 from offstage.config import format_size
-from offstage.optimizer.optimizer import offload
-from offstage.planning.machine import UPDATE_BYTES_PER_PARAM, Machine
+from offstage.planning.machine import UPDATE_BYTES_PER_PARAM
 
 Verdict = Literal["fine", "note", "slow", "broken"]
 """note: worth knowing. slow: it works, and could be faster or hold more. broken: it does not work."""

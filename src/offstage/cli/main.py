@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from offstage import __version__
-from offstage.errors import ConfigError, OffstageError
+from offstage import ConfigError, OffstageError, __version__
 from offstage.train.flags import missing_extra, parse_sections, positional
 from offstage.train.settings import nearest
 

@@ -17,14 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from offstage.config import OffloadConfig
-from offstage.errors import ConfigError
-from offstage.planning.machine import Machine, measure_machine
-from offstage.planning.plan import Plan
-from offstage.planning.planner import make_plan
-from offstage.planning.predict import Workload
+from offstage import ConfigError, Machine, OffloadConfig, Plan, Workload, World, make_plan, measure_machine
 from offstage.planning.sizes import Source, param_sizes
-from offstage.planning.world import World
 from offstage.train.config import DTYPES, ModelSettings, build, read_toml
 from offstage.train.flags import parse_sections, positional
 from offstage.train.model import SIZES

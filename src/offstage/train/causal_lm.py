@@ -16,9 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from offstage.errors import ConfigError
-from offstage.train.initial import copy_shard
-from offstage.train.language_model import LanguageModel
+from offstage import ConfigError
+from offstage.train.language_model import LanguageModel, copy_shard
 
 OLDEST = (4, 56)
 """The first release whose `from_config` takes a `dtype`."""

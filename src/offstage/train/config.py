@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from offstage.config import OffloadConfig, format_size, parse_size
-from offstage.errors import ConfigError
+from offstage import ConfigError, OffloadConfig
+from offstage.config import format_size, parse_size
 from offstage.train.flags import Values, parse_sections
 from offstage.train.settings import check, checked, field_types, nearest
 
@@ -165,6 +165,13 @@ class OptimizerSettings:
                 f"optimizer.last_lr_share expects a share from 0.0 to 1.0; found {self.last_lr_share}. Use 1.0 for a "
                 "learning rate that stays, or leave it out for 0.1."
             )
+
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Of `step`, counted from 1, of `steps`: warm-up, then a cosine down to `last_lr_share` in the last step."""
+        if step <= self.warm_up:
+            return self.lr * step / self.warm_up
+        progress = min(1.0, (step - self.warm_up) / max(1, steps - self.warm_up))
+        return self.lr * (self.last_lr_share + (1 - self.last_lr_share) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from offstage import ConfigError
 from offstage.config import format_size
-from offstage.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -61,18 +61,18 @@ class Corpus:
         """A copy of these bytes."""
         return np.array(self._bytes[start:stop])
 
-    def split(self, eval_share: float) -> tuple[Part, Part]:
+    def split(self, eval_share: float) -> tuple[ByteRange, ByteRange]:
         """The beginning to train on, and the last `eval_share` of the bytes to evaluate on: mostly other files."""
         middle = len(self) - round(len(self) * eval_share)
-        return Part(self, 0, middle), Part(self, middle, len(self))
+        return ByteRange(self, 0, middle), ByteRange(self, middle, len(self))
 
     def fingerprint(self) -> str:
         """As of the part that is all of it."""
-        return Part(self, 0, len(self)).fingerprint()
+        return ByteRange(self, 0, len(self)).fingerprint()
 
 
 @dataclass(frozen=True)
-class Part:
+class ByteRange:
     """Bytes `start` to `stop` of a corpus, counted from 0 within."""
 
     corpus: Corpus

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from offstage.errors import ConfigError
-from offstage.train.corpus import Corpus, Part
+from offstage import ConfigError
+from offstage.train.corpus import ByteRange, Corpus
 
-__all__ = ["Batches", "Corpus", "Part", "Shuffle"]
+__all__ = ["Batches", "ByteRange", "Corpus", "Shuffle"]
 
 
 class Shuffle:
@@ -71,7 +71,7 @@ class Batches:
     """
 
     def __init__(
-        self, data: Corpus | Part, sequence: int, batch: int, seed: int, rank: int = 0, world: int = 1
+        self, data: Corpus | ByteRange, sequence: int, batch: int, seed: int, rank: int = 0, world: int = 1
     ) -> None:
         if not 0 <= rank < world:
             raise ConfigError(
@@ -129,3 +129,36 @@ class Batches:
     def _read(self, number: int) -> torch.Tensor:
         start = number * self._sequence
         return torch.from_numpy(self._data.read(start, start + self._sequence + 1)).long()
+
+
+class Feed:
+    """Takes so many micro-batches per step from `batches` and brings them to the device."""
+
+    def __init__(self, batches: Batches, micro_batches: int, device: torch.device) -> None:
+        self._batches, self._micro_batches, self._device = batches, micro_batches, device
+        self._prepared: torch.Tensor | None = None
+        self._position = batches.state_dict()
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """After the last step that was taken; what is only prepared does not count."""
+        return self._position
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._batches.load_state_dict(position)
+        self._position, self._prepared = self._batches.state_dict(), None
+
+    def prepare(self) -> None:
+        """Read the next step's batch, while the device is busy."""
+        if self._prepared is None:
+            tokens = torch.cat([self._batches.next() for _ in range(self._micro_batches)])
+            self._prepared = tokens if self._device.type == "cpu" else tokens.pin_memory()
+
+    def take(self) -> torch.Tensor:
+        """[sequences, sequence + 1] on the device: all micro-batches of the next step."""
+        self.prepare()
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        self._position = self._batches.state_dict()
+        return prepared.to(self._device, non_blocking=True)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import torch
 
-from offstage.errors import OffstageError
+from offstage import OffstageError
 from offstage.train.config import TrainConfig
 
 
 @contextlib.contextmanager
-def repeatable(config: TrainConfig, device: torch.device) -> Iterator[None]:
+def deterministic(config: TrainConfig, device: torch.device) -> Iterator[None]:
     """Kernels that give the same bits every time, where there is a choice; and none that the CPU cannot run."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory = torch.utils.deterministic
@@ -37,7 +37,7 @@ def repeatable(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(config: TrainConfig) -> Iterator[None]:
+def explained_errors(config: TrainConfig) -> Iterator[None]:
     """What torch raises about the device, with what can be done about it."""
     try:
         yield

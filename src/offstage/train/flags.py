@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from offstage.errors import ConfigError
+from offstage import ConfigError
 from offstage.train.settings import TRUTHS, choices, descriptions, field_types, from_text, nearest
 
 _HELP = ("-h", "--help")

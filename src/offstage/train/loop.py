@@ -23,26 +23,20 @@ from typing import Any
 
 import torch
 
+from offstage import ConfigError, OffloadedOptimizer, OffstageError, measure_machine, offload
 from offstage.checkpoint.ranks import Ranks
-from offstage.errors import ConfigError, OffstageError
-from offstage.optimizer.optimizer import OffloadedOptimizer, offload
-from offstage.planning.machine import measure_machine
-from offstage.train import sampling
-from offstage.train.activation_mode import activation_mode
-from offstage.train.checkpoint import Checkpoints, rng_states, set_rng_states
+from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
-from offstage.train.data import Batches, Corpus
-from offstage.train.determinism import explained, repeatable
-from offstage.train.feed import Feed
-from offstage.train.learning_rate import learning_rate
+from offstage.train.data import Batches, Corpus, Feed
+from offstage.train.determinism import deterministic, explained_errors
 from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
 from offstage.train.observe import Observer
 from offstage.train.parallel import Parallel, started
-from offstage.train.passes import Passes, passes_for
+from offstage.train.passes import Passes, activation_mode, passes_for, sample_text
 from offstage.train.progress import Progress, progress_for, spoken_warnings
 from offstage.train.run_folder import RunFolder
-from offstage.train.run_info import about_run, identity, num_parameters_of, predicted_plan
-from offstage.train.signals import FAILED, Stopping
+from offstage.train.run_info import identity, num_parameters_of, predicted_plan, run_info
+from offstage.train.signals import FAILED, StopRequests
 
 logger = logging.getLogger("offstage")
 _PROMPT_BYTES = 64
@@ -77,18 +71,18 @@ def run(config: TrainConfig) -> Result:
     """Train as `config` says, from the newest checkpoint in its folder if there is one. Every rank calls it."""
     with contextlib.ExitStack() as open_until_end:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
-        open_until_end.enter_context(repeatable(config, parallel.device))
+        open_until_end.enter_context(deterministic(config, parallel.device))
         folder = RunFolder(config.run.folder)
         with Ranks(None).failing_together("Opening the run's folder"):
             if parallel.first:
                 open_until_end.enter_context(folder.held())
-        stopping = open_until_end.enter_context(Stopping(parallel.host_group).listening())
+        stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
         progress = progress_for(config.run.progress, first=parallel.first)
         open_until_end.enter_context(spoken_warnings(progress))
         training = Training(config, parallel, folder, progress)
         open_until_end.callback(training.close)
-        with explained(config):
-            return training.run(stopping)
+        with explained_errors(config):
+            return training.run(stop_requests)
 
 
 class Training:
@@ -116,7 +110,7 @@ class Training:
         if self._predicts:
             measure_machine(parallel.device)  # now, while the device is empty; then it is remembered
         with contextlib.ExitStack() as open_until_closed:
-            with ranks.failing_together("Building the model"), explained(config):
+            with ranks.failing_together("Building the model"), explained_errors(config):
                 self.passes: Passes = passes_for(config, parallel)
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
@@ -156,7 +150,7 @@ class Training:
 
     # Runtime
 
-    def run(self, stopping: Stopping) -> Result:
+    def run(self, stop_requests: StopRequests) -> Result:
         """Until the last step, a signal, or something that may not go on."""
         config = self.config.run
         self._resume()
@@ -166,9 +160,9 @@ class Training:
         stopped = 0
         try:
             while self.step < config.steps and not stopped:
-                stopping.begin_step(failed=self.checkpoints.poll())
+                stop_requests.begin_step(failed=self.checkpoints.poll())
                 self._make_step()
-                stopped = stopping.end_step()
+                stopped = stop_requests.end_step()
                 if stopped != FAILED:
                     self._after_step(last=bool(stopped) or self.step == config.steps)
             self.checkpoints.finish()  # raises what went wrong with a save, if that is why we are here
@@ -182,7 +176,7 @@ class Training:
         step, optimizer = self.step + 1, self.optimizer
         self._begin_observing(step)
         self.meter.begin()
-        lr = learning_rate(self.config.optimizer, step, self.config.run.steps)
+        lr = self.config.optimizer.learning_rate(step, self.config.run.steps)
         for group in optimizer.param_groups:
             group["lr"] = lr  # before backward, which may update already
         loss = self.passes.gradients(self.feed.take(), optimizer, self._mark)
@@ -269,7 +263,7 @@ class Training:
         config = self.config
         prompt = self._eval_data.read(0, min(_PROMPT_BYTES, config.data.sequence // 2)).tobytes() or b"\n"
         with self.passes.evaluating():
-            written = sampling.write(
+            written = sample_text(
                 lambda window: self.passes.logits(window.to(self.parallel.device)),
                 prompt,
                 config.run.sample_bytes,
@@ -277,7 +271,7 @@ class Training:
                 seed=config.run.seed,
             )
         if self.parallel.first:
-            self.folder.append(self.folder.samples, sampling.entry(self.step, prompt, written))
+            self.folder.append_sample(self.step, prompt, written)
 
     # Observing one step
 
@@ -363,7 +357,7 @@ class Training:
             ranks_per_stage = self.parallel.data_ranks
             settings = resolved(self.config, device=self.parallel.device, ranks_per_stage=ranks_per_stage)
             self.folder.write_text(self.folder.config, to_toml(settings))
-            about = about_run(self.config, self.parallel, self.optimizer, parameters=parameters)
+            about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
             self.folder.write_json(self.folder.run, about)
             self._progress.say(
                 f"{parameters:,} parameters on {self.parallel.device}, {self.optimizer.plan.summary()}",

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage import OffloadedOptimizer
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.tensors import local_of
 
@@ -29,7 +29,7 @@ Storages = dict[int, int]
 """Bytes of each storage, by its address: tensors may share one."""
 
 
-class Owners:
+class MemoryByOwner:
     """Who has what on one device."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:

@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from offstage.errors import OffstageError
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage import OffloadedOptimizer, OffstageError
 from offstage.train.run_folder import named
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

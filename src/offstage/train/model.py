@@ -12,19 +12,15 @@ Read `sizes.py` for what a size is, `blocks.py` for what a layer does, `experts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from offstage.train.blocks import Block
 from offstage.train.causal_lm import CausalLM, build_causal_lm
+from offstage.train.config import ModelSettings
 from offstage.train.language_model import LanguageModel
-from offstage.train.sizes import BYTES, SIZES, ModelConfig, num_active_parameters, num_parameters, with_overrides
+from offstage.train.model_sizes import BYTES, SIZES, ModelConfig, num_active_parameters, num_parameters, with_overrides
 from offstage.train.stages import Stage, mean_loss, stages
 from offstage.train.transformer import Transformer
-
-if TYPE_CHECKING:
-    from offstage.train.config import ModelSettings
 
 __all__ = [
     "BYTES",

@@ -39,13 +39,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from offstage import OffloadedOptimizer, OffstageError
 from offstage.activations.layers import layers_of
-from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lanes
-from offstage.optimizer.optimizer import OffloadedOptimizer
-from offstage.train.cpu_use import CpuUse
-from offstage.train.lane_spans import COMPUTE, DeviceTrace, LaneWatch, Span, Spans, busy_ms, link_use, merged
-from offstage.train.memory_by_owner import OWNERS, Allocations, Owners
+from offstage.train.memory_by_owner import OWNERS, Allocations, MemoryByOwner
+from offstage.train.timeline import COMPUTE, CpuUse, DeviceTrace, LaneWatch, Span, Spans, busy_ms, link_use, merged
 
 logger = logging.getLogger("offstage")
 
@@ -85,7 +83,7 @@ class Observer:
         self._notes: list[str] = []
         self._looking = self._is_over = False
         self._end: Any = None
-        self._owners: Owners | None = None
+        self._owners: MemoryByOwner | None = None
         is_compiled = any(_is_compiled(module) for module in model.modules())
         self._allocations = Allocations() if self._on_host and not is_compiled else None
         if self._on_host and self._allocations is None:
@@ -97,7 +95,7 @@ class Observer:
 
     def __enter__(self) -> Observer:
         with self._harmless("the owners of device memory are not known"):
-            self._owners = Owners(self._model, self._optimizer, self._device)
+            self._owners = MemoryByOwner(self._model, self._optimizer, self._device)
             self._bind()
         if not self._on_host:
             with self._harmless("torch's profiler did not start: no timeline of the lanes"):

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from offstage.errors import ConfigError, OffstageError
+from offstage import ConfigError, OffstageError
 from offstage.train.config import ParallelSettings
 
 

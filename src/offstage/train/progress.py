@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from offstage import OffstageError
 from offstage.config import format_size
-from offstage.errors import OffstageError
 from offstage.train.metrics import Row
 
 _EVERY_S = 15.0
@@ -41,7 +41,7 @@ class Progress(abc.ABC):
         return
 
 
-class Nothing(Progress):
+class Silent(Progress):
     """For all ranks but the first, whose words are everybody's."""
 
     def begin(self, step: int, steps: int) -> None:
@@ -59,7 +59,7 @@ class Quiet(Progress):
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._left = Left()
+        self._left = TimeLeft()
         self._shown_at = 0.0
         self._last = 0
 
@@ -123,7 +123,7 @@ class Rich(Progress):
         columns = (*bar, MofNCompleteColumn(), TextColumn("{task.fields[cells]}"))
         self._bar = Bar(*columns, console=console, refresh_per_second=5)
         self._task: Any = None
-        self._left = Left()
+        self._left = TimeLeft()
 
     def begin(self, step: int, steps: int) -> None:
         self._left.begin(step, steps)
@@ -142,7 +142,7 @@ class Rich(Progress):
         self._bar.stop()
 
 
-class Left:
+class TimeLeft:
     """How long the rest will take, from the steps of the last while."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ def progress_for(kind: str, *, first: bool, stream: TextIO | None = None) -> Pro
     """What `run.progress` asks for; nothing on ranks that are not the `first`."""
     stream = sys.stdout if stream is None else stream
     if not first:
-        return Nothing()
+        return Silent()
     if kind == "auto":
         kind = "rich" if stream.isatty() and _has_rich() else "quiet"
     kinds: dict[str, Callable[[TextIO], Progress]] = {"rich": Rich, "quiet": Quiet, "json": Json}

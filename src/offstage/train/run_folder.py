@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offstage.errors import OffstageError
+from offstage import OffstageError
 
 
 class RunFolder:
@@ -76,9 +76,11 @@ class RunFolder:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def append(self, path: Path, text: str) -> None:
-        with named(path), path.open("a", encoding="utf-8") as file:
-            file.write(text)
+    def append_sample(self, step: int, prompt: bytes, written: bytes) -> None:
+        """Add to samples.txt: the prompt in brackets, and bytes that are not UTF-8 as escapes."""
+        shown = [part.decode("utf-8", errors="backslashreplace") for part in (prompt, written)]
+        with named(self.samples), self.samples.open("a", encoding="utf-8") as file:
+            file.write(f"--- step {step} ---\n[{shown[0]}]{shown[1]}\n\n")
 
 
 @contextlib.contextmanager

@@ -15,13 +15,8 @@ from typing import Any
 import torch
 
 import offstage
-from offstage.errors import OffstageError
+from offstage import OffloadedOptimizer, OffstageError, Plan, Workload, make_plan, measure_machine
 from offstage.memory.cpus import usable_cpus
-from offstage.optimizer.optimizer import OffloadedOptimizer
-from offstage.planning.machine import measure_machine
-from offstage.planning.plan import Plan
-from offstage.planning.planner import make_plan
-from offstage.planning.predict import Workload
 from offstage.train.config import TrainConfig
 from offstage.train.metrics import Meter
 from offstage.train.model import config_of
@@ -30,7 +25,7 @@ from offstage.train.parallel import Parallel
 logger = logging.getLogger("offstage")
 
 
-def about_run(
+def run_info(
     config: TrainConfig, parallel: Parallel, optimizer: OffloadedOptimizer, *, parameters: int
 ) -> dict[str, Any]:
     """Plain values for JSON."""

@@ -17,7 +17,7 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offstage.errors import ConfigError
+from offstage import ConfigError
 
 _MOST_NAMES = 20
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}

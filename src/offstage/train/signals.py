@@ -24,7 +24,7 @@ IMPATIENT_S = 2.0
 """A second Ctrl-C ends the process at once. What comes sooner is the same one, which torchrun passes on."""
 
 
-class Stopping:
+class StopRequests:
     """Whether somebody has asked this run to stop."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -36,7 +36,7 @@ class Stopping:
         self._reducing: dist.Work | None = None
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[Stopping]:
+    def listening(self) -> Iterator[StopRequests]:
         """Within: signals are requests. Python delivers them to the main thread; elsewhere nothing is installed."""
         before = {}
         if threading.current_thread() is threading.main_thread():

@@ -21,9 +21,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from offstage.errors import ConfigError
-from offstage.train.initial import initialize
-from offstage.train.language_model import LanguageModel
+from offstage import ConfigError
+from offstage.train.language_model import LanguageModel, initialize
 from offstage.train.transformer import Transformer, run_blocks, with_balance
 
 

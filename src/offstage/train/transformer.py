@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from offstage.train.blocks import Block, rotary
-from offstage.train.initial import initialize
-from offstage.train.language_model import LanguageModel
-from offstage.train.sizes import ModelConfig
+from offstage.train.language_model import LanguageModel, initialize
+from offstage.train.model_sizes import ModelConfig
 
 LOSS_SLICE_BYTES = 256 * 2**20
 """Most bytes of fp32 logits at a time while the loss is computed."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from offstage.config import format_size
-from offstage.train.lane_spans import COLLECTIVES, COMPUTE, OTHER
 from offstage.train.memory_by_owner import OWNERS
 from offstage.train.report.chart import (
     Axis,
@@ -22,6 +21,7 @@ from offstage.train.report.chart import (
     value_axis,
 )
 from offstage.train.report.recorded import Recorded
+from offstage.train.timeline import COLLECTIVES, COMPUTE, OTHER
 
 LANES = {
     COMPUTE: ("model", "model"),

@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offstage.errors import ConfigError
-from offstage.planning.plan import Plan
+from offstage import ConfigError, Plan
 from offstage.train.observe import VERSION
 from offstage.train.run_folder import RunFolder
 

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from offstage import Plan
 from offstage.config import format_size
 from offstage.optimizer.receipt import Receipt
-from offstage.planning.plan import Placement, Plan
+from offstage.planning.plan import Placement
 from offstage.train.report.recorded import Recorded, is_number
 
 Rows = list[tuple[str, str]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from offstage.errors import ConfigError
+from offstage import ConfigError
 
 BYTES = 256
 """The vocabulary of byte-level text."""

@@ -18,11 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offstage import checkpoint
+from offstage import CheckpointError, HostMemoryError, OffloadedOptimizer, checkpoint
 from offstage.checkpoint.manifest import MANIFEST
 from offstage.checkpoint.saving import MARKER
-from offstage.errors import CheckpointError, HostMemoryError
-from offstage.optimizer.optimizer import OffloadedOptimizer
 
 logger = logging.getLogger("offstage")
 _NAME = re.compile(r"step-(\d{8,})")
