@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from offstage import OffloadConfig, make_plan
-from offstage.cli import bench as bench_command
 from offstage.cli import main as cli
 from offstage.cli.plan import parse, usage
 from offstage.config import ActivationConfig
@@ -367,7 +366,7 @@ def test_usage_makes_the_plan(elsewhere):
 def test_questions(capsys):
     assert cli.main(["bench"]) == 0
     listed = capsys.readouterr().out
-    known = bench_command.questions(ROOT)
+    known = cli.questions(ROOT)
     assert {"bits", "overlap", "plans"} <= set(known)
     assert not {"common", "workload", "plot"} & set(known)
     for name, text in known.items():
@@ -384,7 +383,7 @@ def test_asking(tmp_path, monkeypatch, capfd):
     (folder / "a.py").write_text('"""Is it?"""\nimport sys\nsys.stdout.write(f"a {sys.argv[1:]}")\n')
     (folder / "b.py").write_text('"""Or not?"""\nraise SystemExit(7)\n')
     (folder / "c.py").write_text('"""Asked after a failure?"""\nimport sys\nsys.stdout.write("c")\n')
-    monkeypatch.setattr(bench_command, "__file__", str(tmp_path / "x/y/z/v/w.py"))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "x/y/z/v/w.py"))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", "a", "--size", "small"]) == 0
     assert capfd.readouterr().out == "a ['--size', 'small']"
@@ -393,7 +392,7 @@ def test_asking(tmp_path, monkeypatch, capfd):
 
 
 def test_no_checkout(elsewhere, monkeypatch, capsys):
-    monkeypatch.setattr(bench_command, "__file__", str(elsewhere / "x/y/z/v/w.py"))
+    monkeypatch.setattr(cli, "__file__", str(elsewhere / "x/y/z/v/w.py"))
     assert cli.main(["bench"]) == 2
     assert "Clone the repository" in capsys.readouterr().err
 
