@@ -138,7 +138,7 @@ REFUSED = {
     "two models": (["plan", "1M", "7B"], "at most 1 word without a flag; found '7B'"),
     "no run": (["report", "runs/none"], "found nothing at runs/none"),
     "no question": (["bench", "bit"], "Did you mean bits?"),
-    "arguments for all": (["bench", "all", "--size", "small"], "expects nothing after it"),
+    "arguments for all": (["bench", "all", "--size", "small"], "expects no arguments"),
     "two budgets": (["plan", "1M", "--budget=1GiB", "--offload.device-peak=1GiB"], "are the same thing"),
     "two numbers of devices": (["plan", "1M", "--devices=2", "--world.data=2"], "contradicts --world.data=2"),
     "devices that do not divide": (["plan", "1M", "--devices=3", "--world.tensor=2"], "Use 4"),
