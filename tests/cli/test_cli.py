@@ -97,7 +97,7 @@ def test_help_explains_every_setting(capsys):
             assert f"--{section}.{name.replace('_', '-')} " in text
     assert "``" not in text
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
-    assert "Go on from the newest complete checkpoint in the folder" in words
+    assert "Continue from the newest complete checkpoint in the folder" in words
 
 
 def test_help_shows_what_a_file_says(elsewhere, capsys):

@@ -203,11 +203,11 @@ def test_warnings_do_not_tear_the_bar(monkeypatch):
     logger = logging.getLogger("offstage")
     monkeypatch.setattr(logger, "propagate", False)
     stream = io.StringIO()
-    with progress.spoken_warnings(progress_for("json", first=True, stream=stream)):
+    with progress.warnings_to_progress(progress_for("json", first=True, stream=stream)):
         logger.info("not worth a line")
         logger.error("the save to %s failed:\nTraceback and so on", "there")
     logger.handlers.append(logging.NullHandler())
-    with progress.spoken_warnings(progress_for("json", first=True, stream=stream)):
+    with progress.warnings_to_progress(progress_for("json", first=True, stream=stream)):
         logger.warning("where it was configured to go")
     logger.handlers.pop()
     assert json.loads(stream.getvalue()) == {"event": "error: the save to there failed", "level": "ERROR"}

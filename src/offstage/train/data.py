@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Batches`: sequences of a `Corpus` in a shuffled order, exact to the sequence after any stop.
+"""`Batches`: sequences of a `Corpus` in a shuffled order that a resumed run continues exactly; `Feed`: those of a step.
 
     corpus = Corpus(paths, cache=run_folder)
     training, held_out = corpus.split(0.05)
     batches = Batches(training, sequence=256, batch=8, seed=0, rank=rank, world=world)
     tokens = batches.next()  # [batch, sequence + 1]: inputs and, one further, targets
 
-The order is a formula, not a table: `Shuffle` says which sequence is at a position of an epoch, so that a position is
-all there is to save, and the data may be of any size.
+The order is a formula, not a table: `Shuffle` computes the sequence at a position of an epoch, so that only the
+position is saved, and the data may have any size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Batches", "ByteRange", "Corpus", "Shuffle"]
 class Shuffle:
     """A permutation of ``range(size)`` that depends on its key alone and takes no memory.
 
-    A Feistel network permutes the smallest range of 2^(2 n) numbers that holds `size`; what falls outside `size` is
+    A Feistel network permutes the smallest range of 2^(2 n) numbers that holds `size`; a result outside `size` is
     permuted again until it is inside, which keeps it a permutation.
     """
 
@@ -56,7 +56,7 @@ class Shuffle:
 
 
 def _mixed(number: int) -> int:
-    """64 bits of which each depends on each of `number`: a multiplication carries upwards, a shift brings it down."""
+    """64 bits, each of which depends on all bits of `number`: multiplications carry upwards, shifts downwards."""
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         number = (number ^ number >> 31) * factor & 0xFFFF_FFFF_FFFF_FFFF
     return number ^ number >> 32
@@ -65,9 +65,9 @@ def _mixed(number: int) -> int:
 class Batches:
     """An endless stream of batches. An epoch has every sequence once, in an order of its own.
 
-    Sequences do not overlap, but for the one byte that is the last target of one and the first input of the next. The
-    stream is one for all ranks, which take turns of `batch` sequences: the sequences of a step depend on how many
-    there are in it, and not on how they are spread over ranks and micro-batches.
+    Sequences do not overlap, except for the byte that is the last target of one and the first input of the next. Ranks
+    take turns of `batch` sequences from one stream: the sequences of a step depend on their number, not on how they
+    are spread over ranks and micro-batches.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Batches:
 
     @property
     def epoch(self) -> float:
-        """How often all data has been seen."""
+        """How often all data has been used."""
         return self.position / self.num_sequences
 
     def next(self) -> torch.Tensor:
@@ -107,11 +107,11 @@ class Batches:
             yield self.next()
 
     def state_dict(self) -> dict[str, Any]:
-        """The exact position, and of what. The same on all ranks."""
+        """The exact position, and the identity of the data. The same on all ranks."""
         return {"position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; with other ranks or batches too."""
+        """Continue from there; the number of ranks and the batch may differ."""
         for name, expected in self._identity.items():
             if state.get(name) != expected:
                 raise ConfigError(
@@ -132,7 +132,7 @@ class Batches:
 
 
 class Feed:
-    """Takes so many micro-batches per step from `batches` and brings them to the device."""
+    """Copies the micro-batches of one step to the device, one step prepared ahead."""
 
     def __init__(self, batches: Batches, micro_batches: int, device: torch.device) -> None:
         self._batches, self._micro_batches, self._device = batches, micro_batches, device
@@ -141,11 +141,11 @@ class Feed:
 
     @property
     def position(self) -> dict[str, Any]:
-        """After the last step that was taken; what is only prepared does not count."""
+        """After the last step taken; a prepared step does not count."""
         return self._position
 
     def go_to(self, position: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from there."""
         self._batches.load_state_dict(position)
         self._position, self._prepared = self._batches.state_dict(), None
 

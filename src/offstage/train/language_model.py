@@ -19,14 +19,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 STD = 0.02
 INTO_THE_STREAM = ("attention.out.weight", "feed_forward.down.weight", "feed_forward.down")
-"""Ends of the names of projections whose result is added to what flows from block to block."""
+"""Name suffixes of projections whose result is added to the residual stream."""
 
 
 class LanguageModel(nn.Module, abc.ABC):
-    """What the trainer needs of a model. `forward` does everything: whatever hooks a model hooks its forward."""
+    """The trainer's view of a model. All computation is in `forward`, where FSDP2 and offloading have their hooks."""
 
     vocabulary: int
-    """Tokens are smaller than this."""
+    """Tokens are in ``range(vocabulary)``."""
 
     @abc.abstractmethod
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -34,22 +34,22 @@ class LanguageModel(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def materialize(self, device: torch.device | str, seed: int = 0) -> None:
-        """Give a model that was made on meta its memory and first weights, after `fully_shard` if it is sharded."""
+        """Allocate a model that was made on meta and fill in first weights; after `fully_shard` if it is sharded."""
 
     @abc.abstractmethod
     def layers(self) -> list[nn.Module]:
-        """The blocks in order: what is compiled, checkpointed and offloaded one by one."""
+        """The blocks in order, which are compiled, checkpointed and offloaded one by one."""
 
     def groups(self) -> list[nn.Module | list[nn.Module]]:
-        """What FSDP2 gathers and reduces together. What is in none of them is reduced when backward is over."""
+        """Modules that FSDP2 gathers and reduces together. The others are reduced at the end of backward."""
         return [*self.layers()]
 
     @abc.abstractmethod
     def checkpoint_layers(self, numbers: Collection[int] | None = None) -> None:
-        """Keep only the inputs of these layers (all, if ``None``) for backward, which runs them again."""
+        """Keep only the inputs of these layers (all, if ``None``) for backward, which recomputes them."""
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[B, T, vocabulary]: what follows each of `tokens` [B, T]."""
+        """[B, T, vocabulary]: predictions of the token after each of `tokens` [B, T]."""
         return self(tokens)  # type: ignore[no-any-return]
 
     def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -59,14 +59,14 @@ class LanguageModel(nn.Module, abc.ABC):
 
 @torch.no_grad()
 def initialize(module: nn.Module, num_layers: int, seed: int) -> None:
-    """Fill all parameters of `module` in place, on whatever device they are; those on meta are left alone."""
+    """Fill all parameters of `module` in place, except those on meta."""
     for name, param in module.named_parameters():
         if param.is_meta:
             continue
         if param.dim() == 1:  # a norm
             nn.init.ones_(param)
             continue
-        # Every block adds twice to the stream; scaled, the sum does not grow with the number of blocks.
+        # Every block adds twice to the residual stream: scaled so that the sum does not grow with the number of blocks.
         std = STD / math.sqrt(2 * num_layers) if name.endswith(INTO_THE_STREAM) else STD
         if isinstance(param, DTensor):
             whole = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
@@ -76,7 +76,7 @@ def initialize(module: nn.Module, num_layers: int, seed: int) -> None:
 
 
 def copy_shard(param: DTensor, whole: torch.Tensor) -> None:
-    """This rank's part of `whole`, of which every rank has the same: nothing is sent."""
+    """Copy this rank's shard of `whole`, which is the same on every rank: no communication."""
     shard = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
     param.to_local().copy_(shard.to_local())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunFolder`: where everything about a run lies, held by one run at a time. Written by `loop.py`, read by reports.
+"""`RunFolder`: the files of a run, locked by one run at a time.
 
 config.toml      the settings, what "auto" came to included
 run.json         command, versions, machine, plan
@@ -25,7 +25,7 @@ from offstage import OffstageError
 
 
 class RunFolder:
-    """The files of one run. One process writes them: the first rank."""
+    """The files of one run. Only the first rank writes them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -39,8 +39,8 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[RunFolder]:
-        """Within: nobody else trains here. The system lets go of it whatever way the process ends."""
+    def locked(self) -> Iterator[RunFolder]:
+        """Within: no other process trains here. The system releases the lock however the process ends."""
         with named(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("a")
@@ -59,7 +59,7 @@ class RunFolder:
             yield self
 
     def write_text(self, path: Path, text: str) -> None:
-        """A small file that is the old one or the new one, whatever happens."""
+        """Replace a small file atomically."""
         with named(path):
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text(text, encoding="utf-8")
@@ -69,7 +69,7 @@ class RunFolder:
         self.write_text(path, json.dumps(values, indent=1, default=str) + "\n")
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """What `write_json` wrote; empty if there is nothing, or nothing sound."""
+        """What `write_json` wrote; empty if the file is missing or damaged."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -85,7 +85,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """The system's errors with the path and what to do."""
+    """Add the path and the remedy to errors of the file system."""
     try:
         yield
     except OSError as error:

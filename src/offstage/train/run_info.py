@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run was: command, versions, machine, model, plan. `loop.py` writes it to `run.json`, reports show it."""
+"""`run_info`: command, versions, machine, model and plan of a run, for `run.json`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_info(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The host and the device, in words and bytes."""
+    """Names and sizes of the host and the device."""
     found: dict[str, Any] = {
         "host": platform.platform(),
         "cpus": usable_cpus(),
@@ -63,7 +63,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def identity(config: TrainConfig, device: torch.device) -> dict[str, Any]:
-    """What must be equal for a checkpoint of one run to fit another. Of another package's model, its tensors tell."""
+    """What must be equal for a checkpoint of one run to fit another; loading compares transformers models."""
     dtype = str(config.model.dtype_on(device)).removeprefix("torch.")
     if config.model.transformers is not None:
         return {"package": "transformers", "dtype": dtype}
@@ -73,9 +73,9 @@ def identity(config: TrainConfig, device: torch.device) -> dict[str, Any]:
 def predicted_plan(
     optimizer: OffloadedOptimizer, config: TrainConfig, meter: Meter, device: torch.device
 ) -> Plan | None:
-    """The run's plan with what `make_plan` predicts of such a run; `None` if nothing leaves the device.
+    """The run's plan with the prediction of `make_plan` for such a run; `None` if nothing leaves the device.
 
-    Forward and backward are as long as they were, less what they waited for updates.
+    The workload is the measured forward and backward, less the time they waited for updates.
     """
     forward, backward = meter.phase_ms("forward"), meter.phase_ms("backward")
     placed = optimizer.plan
@@ -101,5 +101,5 @@ def predicted_plan(
 
 
 def num_parameters_of(model: torch.nn.Module) -> int:
-    """Of this rank's stages; a sharded one counts whole."""
+    """Parameters of this rank's stages; a sharded one counts whole."""
     return sum(param.numel() for param in model.parameters())
