@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 import offstage
 from offstage import checkpoint
 from offstage.checkpoint import catalogue, manifest, writer
-from offstage.checkpoint.saving import MARKER
-from offstage.checkpoint.stored import METADATA, Stored
+from offstage.checkpoint.manifest import MARKER, METADATA
+from offstage.checkpoint.stored import Stored
 from offstage.config import format_size, parse_size
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError, ConfigError, HostMemoryError, OffstageError, StepLostError

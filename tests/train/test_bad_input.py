@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint(folder, capsys):
     before = files_of(folder)
     status, said = attempt(capsys, folder)
     assert status == 1
-    assert re.search(rf"step-00000004: .*{data.name}.*remove .*step-00000004 to go on from the one before", said)
+    assert re.search(rf"step-00000004: .*{data.name}.*remove .*step-00000004 to continue from the one before", said)
     assert files_of(folder) == before
     for path in newest.iterdir():
         path.unlink()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items as `torch.save` writes them: a tensor, streamed; where the tensor lies in a file; an object as bytes.
+"""Items as `torch.save` writes them: a tensor, streamed; where a tensor is in its file; an object as bytes.
 
 The format is an uncompressed zip archive: a pickle that rebuilds the tensor, a few small records, and the tensor's
 bytes. `torch.save` needs the whole tensor in one storage; `write_tensor` writes its bytes block by block, straight into
@@ -72,7 +72,7 @@ def write_tensor(file: BinaryIO, dtype: torch.dtype, size: Sequence[int], blocks
     """Append a contiguous tensor of `dtype` and `size` as `torch.load(weights_only=True)` reads it; bytes written.
 
     `blocks` are the tensor's bytes in order, cut anywhere. The file is written strictly in sequence, so it may be a
-    pipe; it should stand at a multiple of `ALIGN`.
+    pipe; its position should be a multiple of `ALIGN`.
     """
     nbytes = math.prod(size) * dtype.itemsize
     small = {
@@ -208,7 +208,7 @@ def _end(num_entries: int, entries_bytes: int, begins_at: int) -> bytes:
 
 @dataclass(frozen=True)
 class Header:
-    """Where the tensor of an item lies in its file."""
+    """Where the tensor of an item is in its file."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -274,7 +274,7 @@ def _damaged(view: FileView, found: str) -> CheckpointError:
 
 
 class FileView(io.RawIOBase):
-    """Bytes `[offset, offset + length)` of a file as a file of its own. Moves the file's position."""
+    """Bytes `[offset, offset + length)` of a file as a separate file. Moves the position of the underlying file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         super().__init__()

@@ -39,6 +39,8 @@ from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY
 from offstage.tensors import as_param, flat_like, local_box, local_of, reshard
 
 MODEL, OPTIM, GROUPS, EXTRA = "model", "optim", "optim.param_groups", "extra"
+SHARD_SCALARS = "offstage.shard_scalars"
+ABSENT_SHARDS = "offstage.absent_shards"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Name components added by torch.compile, activation checkpointing and FSDP1."""
 
@@ -137,6 +139,24 @@ def part_of(name: str, tensor: torch.Tensor) -> Part:
     offset, size = local_box(tensor)
     strides = as_param(torch.empty(local.numel(), device="meta"), local.to("meta")).stride()
     return whole(name, tuple(tensor.shape), Box(offset, size), strides)
+
+
+def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | None:
+    """`optimizer`; raises if `offload()` did not return it."""
+    if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
+        raise ConfigError(
+            f"offstage.checkpoint expects the optimizer that offload() returned; found {type(optimizer).__name__}. "
+            "Save it with torch.distributed.checkpoint (get_optimizer_state_dict), or offload it with fraction=0.0: "
+            "the formats are the same."
+        )
+    return optimizer
+
+
+def synchronize_devices(model: nn.Module) -> None:
+    """Wait for the devices of `model`: the threads that read or write its tensors use other streams."""
+    for device in {param.device for param in model.parameters()}:
+        if device.type not in ("cpu", "meta"):
+            torch.accelerator.synchronize(device)
 
 
 def catalogue_of(
@@ -242,7 +262,7 @@ def _add_model(catalogue: Catalogue, model: nn.Module, layouts: Layouts, staging
         local = local_of(value)
         reader = readers[name] = staging.reader(flat_like(local, local))
         for part in layouts.parts(name, value):
-            renamed = _renamed(part, f"{MODEL}.{part.name}")
+            renamed = part.renamed(f"{MODEL}.{part.name}")
             catalogue.add(Entry(renamed, value.dtype, reader), (MODEL, part.name))
     return readers
 
@@ -265,7 +285,7 @@ def _add_optimizer(
         parts = layouts.parts(name, held.param)
         for key, (reader, dtype) in readers.items():
             for part in parts:
-                renamed = _renamed(part, f"{OPTIM}.state.{part.name}.{key}")
+                renamed = part.renamed(f"{OPTIM}.state.{part.name}.{key}")
                 catalogue.add(Entry(renamed, dtype, reader), (OPTIM, "state", part.name, key))
                 if not held.present or isinstance(reader, ZeroReader):
                     _, absent = catalogue.fillers.setdefault(renamed.name, (part.name, []))
@@ -342,10 +362,6 @@ def _key_reader(held: HeldState, key: str, dtype: torch.dtype, staging: Staging)
 def _entry(part: Part, value: torch.Tensor, staging: Staging) -> Entry:
     local = local_of(value)
     return Entry(part, value.dtype, staging.reader(flat_like(local, local)))
-
-
-def _renamed(part: Part, name: str) -> Part:
-    return Part(name, part.shape, part.box, part.start, part.strides)
 
 
 def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -34,7 +34,7 @@ class Fused:
     """What a fused parameter consists of: consecutive parts along one dim."""
 
     parts: tuple[tuple[str, int], ...]
-    """Name and size along `dim` of each part, in the order in which they lie in the parameter."""
+    """Name and size along `dim` of each part, in their order in the parameter."""
     dim: int = 0
     shape: tuple[int, ...] | None = None
     """The parameter's logical shape where it is stored flat (1-D, row-major); `None`: its own shape."""
@@ -130,7 +130,7 @@ def gdn(
 ) -> Param:
     """`split_as` for the input projection of a gated delta net: `q`, `k`, `v`, the gate `z`, and `b` and `a`.
 
-    Parts of size 0 are left out: they are in a projection of their own.
+    Parts of size 0 are left out: they belong to another projection.
     """
     sizes = {"q": q, "k": k, "v": v, "z": z, "b": b, "a": a}
     return split_as(param, {name: size for name, size in sizes.items() if size}, dim=dim, shape=shape)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,23 +23,25 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from offstage.checkpoint.catalogue import (
+    ABSENT_SHARDS,
     EXTRA,
     GROUPS,
     MODEL,
     OPTIM,
+    SHARD_SCALARS,
     Layouts,
+    checked_optimizer,
     clean_name,
     name_in,
     part_of,
     same_options,
+    synchronize_devices,
 )
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, read_manifest, verify
+from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, checked_folder, read_manifest, verify
 from offstage.checkpoint.parts import Box, Part
 from offstage.checkpoint.ranks import Ranks, file_threads
-from offstage.checkpoint.saving import MARKER, checked_folder, checked_optimizer, synchronize_devices
-from offstage.checkpoint.stored import METADATA, Stored
-from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_SCALARS
+from offstage.checkpoint.stored import Stored
 from offstage.engine.param_state import HeldState
 from offstage.errors import CheckpointError
 from offstage.optimizer.interrupts import deferred_interrupts
@@ -138,6 +140,9 @@ class _Load:
     ) -> None:
         self._stored, self._optimizer = stored, optimizer
         self._layouts = Layouts(model, splitter)
+        self._by_prefix: dict[str, list[str]] = {}
+        for name in stored.names:
+            self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
         self._tensors: list[tuple[list[Part], torch.Tensor]] = []
         self._objects: dict[str, Any] = {}
         self._model = model
@@ -172,7 +177,7 @@ class _Load:
                     "buffer of it; expected tensors that can be loaded in place. Load it with model.load_state_dict()."
                 )
             target = own[name]  # a state dict hook may have returned a copy
-            parts = [_under(part, MODEL) for part in self._layouts.parts(name, target)]
+            parts = [part.renamed(f"{MODEL}.{part.name}") for part in self._layouts.parts(name, target)]
             for part in parts:
                 self._check(part, f"Tensor {name!r} of the model", target.dtype)
             self._tensors.append((parts, target))
@@ -219,23 +224,17 @@ class _Load:
     def _saved_keys(self, name: str) -> set[str]:
         """The state keys saved for a parameter: the same for all parts of a fused one, and some for it as a whole."""
         prefixes = {self._path(name, ""), f"{OPTIM}.state.{name}."}
-        return {one.removeprefix(prefix) for prefix in prefixes for one in self._names_by_prefix().get(prefix, ())}
+        return {one.removeprefix(prefix) for prefix in prefixes for one in self._by_prefix.get(prefix, ())}
 
     def _path(self, name: str, key: str) -> str:
         return f"{OPTIM}.state.{self._layouts.saved_names(name)[0]}.{key}"
-
-    def _names_by_prefix(self) -> Mapping[str, list[str]]:
-        if not hasattr(self, "_by_prefix"):
-            self._by_prefix: dict[str, list[str]] = {}
-            for name in self._stored.names:
-                self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
-        return self._by_prefix
 
     def _parts(self, held: HeldState, name: str, key: str) -> list[Part]:
         shaped = next((one.shape for one in held.keys if one.name == key and one.shape is not None), None)
         if shaped is not None:
             return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, device="meta"))]
-        return [_under(part, f"{OPTIM}.state", key) for part in self._layouts.parts(name, held.param)]
+        parts = self._layouts.parts(name, held.param)
+        return [part.renamed(f"{OPTIM}.state.{part.name}.{key}") for part in parts]
 
     def _checked_options(self, optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
         """The saved options of each of the optimizer's groups, found by the names of its parameters."""
@@ -448,11 +447,6 @@ class _Load:
 
 def _box(shard: Sequence[Any]) -> Box:
     return Box(tuple(shard[0]), tuple(shard[1]))
-
-
-def _under(part: Part, prefix: str, key: str | None = None) -> Part:
-    name = f"{prefix}.{part.name}" if key is None else f"{prefix}.{part.name}.{key}"
-    return Part(name, part.shape, part.box, part.start, part.strides)
 
 
 def _places(part: Part) -> torch.Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: a checkpoint folder is complete when it has one, and sound when its files are what the manifest says.
+"""The manifest: a checkpoint folder is complete when it has one, and intact when its files match it.
 
 It is written last, under another name, and renamed into place: an interrupted save leaves a folder without one. It
 holds the size and checksum of every other file of the checkpoint, and a checksum of itself.
@@ -23,6 +23,9 @@ from offstage.errors import CheckpointError
 
 logger = logging.getLogger("offstage")
 
+MARKER = ".offstage"
+"""Written first: a folder with it and without a manifest is an interrupted save."""
+METADATA = ".metadata"
 MANIFEST = "manifest.json"
 FORMAT = "offstage checkpoint"
 VERSION = 1
@@ -51,6 +54,16 @@ class Manifest:
     files: Mapping[str, FileSum]
     about: Mapping[str, Any]
     """Number of ranks, versions and the like; for people."""
+
+
+def checked_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """`folder` as a path; raises if it is `None`: `latest()` may have found nothing, on one rank only."""
+    if folder is None:
+        raise CheckpointError(
+            "Expected the folder of a checkpoint; found None, which latest() returns where no checkpoint is complete. "
+            "Name a folder; before loading, check the result of latest(), and start anew where it is None."
+        )
+    return Path(folder)
 
 
 # Writing #

@@ -99,10 +99,14 @@ class Part:
         return flat.as_strided(self.box.size, self.strides, flat.storage_offset() + self.start)
 
     def inner(self, box: Box) -> Part:
-        """The part for `box`, which lies inside this part's box."""
+        """The part for `box`, which is inside this part's box."""
         moved = box.within(self.box).offset
         start = self.start + sum(i * stride for i, stride in zip(moved, self.strides, strict=True))
         return dataclasses.replace(self, box=box, start=start)
+
+    def renamed(self, name: str) -> Part:
+        """The same elements, of a saved tensor with another name."""
+        return dataclasses.replace(self, name=name)
 
     def blocks(self, max_numel: int) -> Iterator[Part]:
         """Parts of at most `max_numel` elements (and at least one), in row-major order, outer dims cut first."""

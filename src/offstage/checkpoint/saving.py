@@ -25,20 +25,35 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from offstage.checkpoint.catalogue import Catalogue, CountingStaging, SnapshotStaging, Staging, catalogue_of
+from offstage.checkpoint.catalogue import (
+    Catalogue,
+    CountingStaging,
+    SnapshotStaging,
+    Staging,
+    catalogue_of,
+    checked_optimizer,
+    synchronize_devices,
+)
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, FileSum, sum_of, sync_file, sync_folder, write_manifest
+from offstage.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    METADATA,
+    FileSum,
+    checked_folder,
+    sum_of,
+    sync_file,
+    sync_folder,
+    write_manifest,
+)
 from offstage.checkpoint.ranks import Ranks, file_threads
-from offstage.checkpoint.stored import METADATA
 from offstage.checkpoint.writer import Planner, Writer
 from offstage.config import format_size
 from offstage.engine.snapshot import Snapshot
-from offstage.errors import CheckpointError, ConfigError, HostMemoryError
+from offstage.errors import CheckpointError, HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.optimizer import OffloadedOptimizer
 
-MARKER = ".offstage"
-"""Written first: a folder with it and without a manifest is an interrupted save."""
 logger = logging.getLogger("offstage")
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp|\.manifest\.json\.tmp")
 _locked = threading.Lock()
@@ -211,7 +226,7 @@ def _check_host_memory(optimizer: OffloadedOptimizer | None, copies: int) -> Non
         allowed = "" if budget is None else f"; host_budget is {format_size(int(budget))}"
         raise HostMemoryError(
             f"async_save() copies {format_size(copies)} now and may copy all {format_size(state)} of state on the host "
-            f"while training goes on: {format_size(copies + 2 * state)} with the state itself{allowed}. Use "
+            f"while training continues: {format_size(copies + 2 * state)} with the state itself{allowed}. Use "
             "save(), which copies nothing, or raise host_budget."
         ) from error
 
@@ -242,27 +257,6 @@ def _background_group() -> dist.ProcessGroup | None:
     return _background[default]
 
 
-def checked_folder(folder: str | os.PathLike[str] | None) -> Path:
-    """`folder` as a path; raises if it is `None`: `latest()` may have found nothing, on one rank only."""
-    if folder is None:
-        raise CheckpointError(
-            "Expected the folder of a checkpoint; found None, which latest() returns where no checkpoint is complete. "
-            "Name a folder; before loading, check the result of latest(), and start anew where it is None."
-        )
-    return Path(folder)
-
-
-def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | None:
-    """`optimizer`; raises if `offload()` did not return it."""
-    if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
-        raise ConfigError(
-            f"offstage.checkpoint expects the optimizer that offload() returned; found {type(optimizer).__name__}. "
-            "Save it with torch.distributed.checkpoint (get_optimizer_state_dict), or offload it with fraction=0.0: "
-            "the formats are the same."
-        )
-    return optimizer
-
-
 def _drained(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | None:
     """`checked_optimizer`, with no step lost and all of its state stored."""
     offloaded = checked_optimizer(optimizer)
@@ -270,13 +264,6 @@ def _drained(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | No
         runtime.check_not_lost()
         runtime.drain_state()
     return offloaded
-
-
-def synchronize_devices(model: nn.Module) -> None:
-    """Wait for the devices of `model`: the threads that read or write its tensors use other streams."""
-    for device in {param.device for param in model.parameters()}:
-        if device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(device)
 
 
 def _prepare(folder: Path, ranks: Ranks) -> None:

@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.serialization import _get_layout
 
 from offstage.checkpoint.archive import FileView, Header, read_header
+from offstage.checkpoint.manifest import METADATA
 from offstage.checkpoint.parts import Box, blocks_of
 from offstage.errors import CheckpointError
 
-METADATA = ".metadata"
 BLOCK_BYTES = 4 * 1024 * 1024
 """The most that is copied at once where a copy needs host memory: to a device, or from data that is not aligned."""
 

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from offstage.checkpoint.archive import ALIGN, pickled, write_tensor
-from offstage.checkpoint.catalogue import GROUPS, OPTIM, Catalogue, Entry, merged_groups
+from offstage.checkpoint.catalogue import ABSENT_SHARDS, GROUPS, OPTIM, SHARD_SCALARS, Catalogue, Entry, merged_groups
 from offstage.checkpoint.manifest import FileSum, sync_folder
 from offstage.checkpoint.parts import Box, whole
 from offstage.checkpoint.readers import TensorReader
@@ -45,8 +45,6 @@ from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError
 
 _BLOCK_BYTES = 16 * 1024 * 1024
-SHARD_SCALARS = "offstage.shard_scalars"
-ABSENT_SHARDS = "offstage.absent_shards"
 
 
 class Planner(DefaultSavePlanner):

@@ -57,10 +57,10 @@ class PlanOptions:
     it is for state. The same as --offload.device-peak. Without it, everything leaves the device."""
 
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Format of the weights; bfloat16 if neither this nor a .toml says."""
+    """Format of the weights; by default that of the .toml, or bfloat16."""
 
     machine: str | None = None
-    """A file that `offstage doctor --json` wrote on the machine that is meant. Without it: this one."""
+    """A file that `offstage doctor --json` wrote on the machine to plan for. Without it: this machine."""
 
     json: bool = False
     """Print the plan as JSON, which Plan.from_json reads, and nothing else."""
@@ -125,7 +125,7 @@ def _section(cls: Any, values: Mapping[str, Mapping[str, Any]], name: str) -> An
 
 
 def _of_training(options: PlanOptions) -> tuple[ModelSettings, dict[str, dict[str, Any]]]:
-    """A training run's model, and what else it says about plans."""
+    """A training run's model, and its settings that matter to plans."""
     if options.model is None or Path(options.model).suffix != ".toml":
         return ModelSettings(), {}
     values = read_toml(Path(options.model))

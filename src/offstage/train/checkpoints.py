@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from offstage import CheckpointError, HostMemoryError, OffloadedOptimizer, checkpoint
-from offstage.checkpoint.manifest import MANIFEST
-from offstage.checkpoint.saving import MARKER
+from offstage.checkpoint.manifest import MANIFEST, MARKER
 
 logger = logging.getLogger("offstage")
 _NAME = re.compile(r"step-(\d{8,})")
@@ -49,7 +48,7 @@ class Checkpoints:
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} Nothing was changed. To train another model, choose another run.folder; if the checkpoint is "
-                f"damaged, remove {folder} to go on from the one before."
+                f"damaged, remove {folder} to continue from the one before."
             ) from error
 
     def save(

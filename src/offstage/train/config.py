@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainConfig`: everything a run can be told, validated when it is made, with one section per part of the trainer.
+"""`TrainConfig`: all settings of a run, validated on creation, with one section per part of the trainer.
 
     config = load_config(Path("run.toml"), ["--run.steps", "500", "--offload.fraction", "0.5"])
     Path("runs/default/config.toml").write_text(to_toml(config))

@@ -157,8 +157,8 @@ def joined(files: Sequence[Path], folder: Path) -> Path:
     stats = [(str(file.resolve()), file.stat()) for file in files]
     size = sum(stat.st_size for _, stat in stats) + len(SEPARATOR) * (len(files) - 1)
     # The name depends on the paths, sizes and times of the files.
-    told = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
-    target = folder / f"corpus-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}.bin"
+    identity = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+    target = folder / f"corpus-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}.bin"
     with _writable(target, size), _locked(folder / "corpus.lock"):
         if not target.exists() or target.stat().st_size != size:
             _join(files, target, size)

@@ -63,7 +63,7 @@ def _mixed(number: int) -> int:
 
 
 class Batches:
-    """An endless stream of batches. An epoch has every sequence once, in an order of its own.
+    """An endless stream of batches. An epoch has every sequence once, in an order that differs between epochs.
 
     Sequences do not overlap, except for the byte that is the last target of one and the first input of the next. Ranks
     take turns of `batch` sequences from one stream: the sequences of a step depend on their number, not on how they
@@ -115,7 +115,7 @@ class Batches:
         for name, expected in self._identity.items():
             if state.get(name) != expected:
                 raise ConfigError(
-                    f"The position to go on from is of other data: expected {name}={state.get(name)!r} as when it was "
+                    f"The position to resume from is of other data: expected {name}={state.get(name)!r} as when it was "
                     f"saved, found {expected!r}. Give the same data and settings as then, or begin a new run."
                 )
         self.position = state["position"]

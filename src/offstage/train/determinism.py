@@ -46,14 +46,14 @@ def explained_errors(config: TrainConfig) -> Iterator[None]:
             f"Device memory ran out: {_first_line(error)} In this order: activations.mode='checkpoint' (now "
             f"{config.activations.mode!r}), data.batch={max(1, config.data.batch // 2)} with more micro-batches "
             "(data.micro_batches), a smaller offload.device_budget, offload.update_in_backward with optimizer.clip=0. "
-            "`offstage plan` says what fits. Complete checkpoints are as they were."
+            "`offstage plan` shows what fits. Complete checkpoints are unchanged."
         ) from error
     except RuntimeError as error:
         if "does not have a deterministic implementation" not in str(error):
             raise
         raise OffstageError(
             f"This model has an operation whose bits do not repeat: {_first_line(error)} Use run.deterministic=false; "
-            "a run that is stopped and goes on then ends close to one that is not, and not with the same bits."
+            "a resumed run then ends close to an uninterrupted one, and not with the same bits."
         ) from error
 
 

@@ -68,7 +68,7 @@ class Result:
 
 
 def run(config: TrainConfig) -> Result:
-    """Train as `config` says, from the newest checkpoint in its folder if there is one. Every rank calls it."""
+    """Train with `config`, from the newest checkpoint in its folder if there is one. Every rank calls it."""
     with contextlib.ExitStack() as open_until_end:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
         open_until_end.enter_context(deterministic(config, parallel.device))
@@ -223,7 +223,7 @@ class Training:
                 f"{_times(self._skipped_in_a_row)} in a row up to step {step} had gradients that are NaN or infinite "
                 f"(run.not_finite={config.not_finite!r}, run.most_not_finite={config.most_not_finite}). None of them "
                 f"changed a weight; the newest checkpoint is {self.checkpoints.newest() or 'none'}. Lower "
-                "optimizer.lr, or look at the data; the same command goes on from there."
+                "optimizer.lr, or look at the data; the same command continues from there."
             )
 
     def _show(self, row: Row | None) -> None:
@@ -242,7 +242,7 @@ class Training:
             raise NotFiniteError(
                 f"The loss of step {row.step} is not finite, and backward has used its gradients already: with "
                 "offload.update_in_backward and without clipping they are not checked first. Nothing was saved since. "
-                f"The newest checkpoint is {newest or 'none'}: go on from there with optimizer.clip=1.0, which "
+                f"The newest checkpoint is {newest or 'none'}: resume from it with optimizer.clip=1.0, which "
                 "skips such steps, or with a lower optimizer.lr."
             )
 
@@ -327,7 +327,7 @@ class Training:
             logger.warning(
                 "%s has no random state for this rank: it was saved by %d ranks", newest, extra.get("ranks", 1)
             )
-        self._progress.say(f"going on after step {self.step}, from {newest}", step=self.step, checkpoint=newest)
+        self._progress.say(f"resuming after step {self.step}, from {newest}", step=self.step, checkpoint=newest)
 
     def _check_model(self, newest: Path) -> None:
         """Raise if the run in this folder has another model; the message names settings, not tensors."""
@@ -395,10 +395,10 @@ class Training:
         where = f"the newest checkpoint is {newest or 'none'}"
         if name is not None:
             self._progress.say(
-                f"stopped by {name} after step {self.step}, {where}: the same command goes on", signal=name
+                f"stopped by {name} after step {self.step}, {where}: the same command continues", signal=name
             )
         else:
-            self._progress.say(f"all {self.step} steps are made, {where}", checkpoint=newest)
+            self._progress.say(f"all {self.step} steps are done, {where}", checkpoint=newest)
         return Result(
             folder=self.folder.path,
             step=self.step,

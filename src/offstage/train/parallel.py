@@ -142,7 +142,7 @@ def _own_device(device: torch.device, local_rank: int) -> torch.device:
     if accelerator is None or accelerator.type != device.type:
         found = "none" if accelerator is None else accelerator.type
         raise ConfigError(
-            f"run.device={device.type!r} expects such an accelerator; found {found}. Leave it out for what is there."
+            f"run.device={device.type!r} expects such an accelerator; found {found}. Leave it out for auto."
         )
     index = device.index if device.index is not None else local_rank
     if index >= torch.accelerator.device_count():

@@ -90,6 +90,6 @@ def named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OffstageError(
-            f"{path} could not be written: {error.strerror or error}. Complete checkpoints are as they were: mend the "
-            "cause, and run the same command again to go on from the newest."
+            f"{path} could not be written: {error.strerror or error}. Complete checkpoints are unchanged: fix the "
+            "cause, and run the same command again to continue from the newest."
         ) from error

@@ -93,8 +93,9 @@ def predicted_plan(
         clips=bool(config.optimizer.clip),
     )
     try:
-        told = make_plan(list(placed.sizes), measure_machine(device), offload, workload=workload)
-        return dataclasses.replace(placed, prediction=told.prediction, candidates=told.candidates, notes=told.notes)
+        predicted = make_plan(list(placed.sizes), measure_machine(device), offload, workload=workload)
+        found = {name: getattr(predicted, name) for name in ("prediction", "candidates", "notes")}
+        return dataclasses.replace(placed, **found)
     except (OffstageError, MemoryError, torch.OutOfMemoryError) as error:
         logger.warning("the planner has no prediction for the report: %s", error)
         return None

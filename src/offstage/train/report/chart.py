@@ -107,7 +107,7 @@ class Chart:
     ) -> None:
         """`y`: `None` for a chart of rows. `left`: room there; by default what the ticks of `y` need.
 
-        `names`: spans of `x` whose names stand above.
+        `names`: spans of `x`, with names to write above them.
         """
         self.x, self.y, self.width, self.height = x, y, width, height
         self._y_ticks = y.ticks(y.parts + 1) if y is not None else []

@@ -105,9 +105,9 @@ def _plan(run: Recorded) -> str:
         for name, planned, measured, ratio in tables.plan_against_measured(run)
     )
     heads = "".join(f'<th scope="col" class="number">{text}</th>' for text in ("plan", "measured", "measured ÷ plan"))
-    told = "" if run.plan.prediction else " It predicts no times: no workload was known."
+    note = "" if run.plan.prediction else " It predicts no times: no workload was known."
     summary = run.plan.summary()
-    intro = f"<p>{escape(summary[:1].upper() + summary[1:])}.{told}</p>"
+    intro = f"<p>{escape(summary[:1].upper() + summary[1:])}.{note}</p>"
     table = f"<div class='scroll'><table><thead><tr><td></td>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     return _section(
         "Plan against measured", [intro, table, f"<h3>The plan</h3>{_code(str(run.plan).removesuffix(summary))}"]

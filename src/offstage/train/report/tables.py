@@ -77,30 +77,30 @@ def plan_against_measured(run: Recorded) -> list[tuple[str, str, str, str]]:
 
 
 def _compared(run: Recorded, plan: Plan) -> list[tuple[str, float | None, float | None, str]]:
-    told = plan.prediction
+    expected = plan.prediction
     # Without a prediction the plan itself still tells what moves: streamed state both ways, and for updates on the
     # host weights and gradients down and weights up.
     streamed = plan.bytes_of(Placement.STREAMED)
     weights = sum(s.weight_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.HOST)
-    up, down = (told.bytes_up, told.bytes_down) if told else (streamed + weights, streamed + 2 * weights)
+    up, down = (expected.bytes_up, expected.bytes_down) if expected else (streamed + weights, streamed + 2 * weights)
     return [
         (
             "state on the device",
-            float(told.device_state_bytes if told else plan.device_bytes),
+            float(expected.device_state_bytes if expected else plan.device_bytes),
             _float(run.receipt.get("device_state_bytes")),
             "bytes",
         ),
         (
             "state and buffers on the host",
-            float(told.host_bytes if told else plan.host_bytes),
+            float(expected.host_bytes if expected else plan.host_bytes),
             _float(run.receipt.get("host_state_bytes")),
             "bytes",
         ),
-        ("peak on the device", _float(told and told.device_peak_bytes), run.most("device_peak_bytes"), "bytes"),
+        ("peak on the device", _float(expected and expected.device_peak_bytes), run.most("device_peak_bytes"), "bytes"),
         ("to the device, per step", float(up), run.usual("bytes_fetched"), "bytes"),
         ("to the host, per step", float(down), run.usual("bytes_stored"), "bytes"),
-        ("updates, waited for", _float(told and told.exposed_ms), run.usual("exposed_ms"), "ms"),
-        ("step", _float(told and told.iteration_ms), run.usual("step_ms"), "ms"),
+        ("updates, waited for", _float(expected and expected.exposed_ms), run.usual("exposed_ms"), "ms"),
+        ("step", _float(expected and expected.iteration_ms), run.usual("step_ms"), "ms"),
     ]
 
 
