@@ -274,7 +274,8 @@ def _add_optimizer(
     weights: Mapping[str, Reader],
     staging: Staging,
 ) -> None:
-    for held in optimizer.all_held():
+    runtime = optimizer
+    for held in runtime.all_held():
         name = name_in(layouts, held)
         readers = state_readers(held, weights[name], staging)
         for shaped in (key for key in held.keys if key.shape is not None and key.name in held.present):
@@ -294,12 +295,11 @@ def _add_optimizer(
         for part in parts if numbers else ():
             catalogue.scalars.setdefault(part.name, []).append((part.box, numbers))
     for group in optimizer.param_groups:
-        names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, optimizer.held(p)))]
+        names = [saved for p in group["params"] for saved in layouts.saved_names(name_in(layouts, runtime.held(p)))]
         options = {option: value for option, value in group.items() if option not in ("params", "param_names")}
         for option, value in options.items():
-            options[option] = unpickled(
-                pickled(f"param_groups: {option}", value)
-            )  # a copy: a scheduler may change it later
+            # A copy: a scheduler may change the value later.
+            options[option] = unpickled(pickled(f"param_groups: {option}", value))
         catalogue.groups.append({**options, "params": names})
 
 

@@ -218,7 +218,8 @@ def _forget_frames(error: BaseException | None) -> None:
 
 def _check_host_memory(optimizer: OffloadedOptimizer | None, copies: int) -> None:
     """Raise if the host cannot hold `copies` bytes and a second copy of the state."""
-    state = sum(engine.host_bytes for engine in optimizer.engines) if optimizer is not None else 0
+    runtime = optimizer
+    state = sum(engine.host_bytes for engine in runtime.engines) if runtime is not None else 0
     budget = optimizer.config.host_budget if optimizer is not None else None
     try:
         check_host_memory(copies + state, None if budget is None else int(budget), already_bytes=state)
