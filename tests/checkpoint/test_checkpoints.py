@@ -35,8 +35,8 @@ from torch.nn.parallel import DistributedDataParallel
 import offstage
 from offstage import checkpoint
 from offstage.checkpoint import catalogue, manifest, writer
-from offstage.checkpoint.saving import MARKER
-from offstage.checkpoint.stored import METADATA, Stored
+from offstage.checkpoint.manifest import MARKER, METADATA
+from offstage.checkpoint.stored import Stored
 from offstage.config import format_size, parse_size
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError, ConfigError, HostMemoryError, OffstageError, StepLostError
@@ -358,7 +358,7 @@ def test_split_masters_are_loaded_by_several_threads(saved, monkeypatch):
             both.wait(0.5)  # where only one comes at a time it goes on alone
         return real(device)
 
-    monkeypatch.setattr("offstage.checkpoint.loading._threads", lambda: 2)
+    monkeypatch.setattr("offstage.checkpoint.loading.file_threads", lambda: 2)
     monkeypatch.setattr(adamw, "_kernels_for", kernels_for)
     loaded = build(PLANS["split"], seed=1)
     checkpoint.load(folder, *loaded)
@@ -691,7 +691,7 @@ def test_an_optimizer_that_was_closed_is_saved_at_once_only(tmp_path):
     model, optimizer = deep(MASTERS)
     iterate(model, optimizer, range(3))
     optimizer.close()
-    with pytest.raises(ConfigError, match=r"async_save\(\) expects an optimizer that trains on.*closed.*Use save\(\)"):
+    with pytest.raises(ConfigError, match=r"async_save\(\) expects an open optimizer.*closed.*Use save\(\)"):
         checkpoint.async_save(tmp_path / "later", model, optimizer)
     checkpoint.save(tmp_path / "saved", model, optimizer)
     assert_same_tree(loaded_from(tmp_path / "saved"), plainly(None, 3))
@@ -1788,7 +1788,7 @@ def watched(master, squares, real=loading.master_weights.split):
     return made
 
 
-loading._threads = lambda: 4
+loading.file_threads = lambda: 4
 peak = 0
 small = build(1024)  # what torch and the threads allocate once
 step(*small)

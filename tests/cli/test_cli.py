@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from offstage import OffloadConfig, make_plan
-from offstage.cli import bench as bench_command
 from offstage.cli import main as cli
 from offstage.cli.plan import parse, usage
 from offstage.config import ActivationConfig, Placement
@@ -98,7 +97,7 @@ def test_help_explains_every_setting(capsys):
             assert f"--{section}.{name.replace('_', '-')} " in text
     assert "``" not in text
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", text).split())
-    assert "Go on from the newest complete checkpoint in the folder" in words
+    assert "Continue from the newest complete checkpoint in the folder" in words
 
 
 def test_help_shows_what_a_file_says(elsewhere, capsys):
@@ -139,7 +138,7 @@ REFUSED = {
     "two models": (["plan", "1M", "7B"], "at most 1 word without a flag; found '7B'"),
     "no run": (["report", "runs/none"], "found nothing at runs/none"),
     "no question": (["bench", "bit"], "Did you mean bits?"),
-    "arguments for all": (["bench", "all", "--size", "small"], "expects nothing after it"),
+    "arguments for all": (["bench", "all", "--size", "small"], "expects no arguments"),
     "two budgets": (["plan", "1M", "--budget=1GiB", "--offload.device-peak=1GiB"], "are the same thing"),
     "two numbers of devices": (["plan", "1M", "--devices=2", "--world.data=2"], "contradicts --world.data=2"),
     "devices that do not divide": (["plan", "1M", "--devices=3", "--world.tensor=2"], "Use 4"),
@@ -367,7 +366,7 @@ def test_usage_makes_the_plan(elsewhere):
 def test_questions(capsys):
     assert cli.main(["bench"]) == 0
     listed = capsys.readouterr().out
-    known = bench_command.questions(ROOT)
+    known = cli.questions(ROOT)
     assert {"bits", "overlap", "plans"} <= set(known)
     assert not {"common", "workload", "plot"} & set(known)
     for name, text in known.items():
@@ -384,7 +383,7 @@ def test_asking(tmp_path, monkeypatch, capfd):
     (folder / "a.py").write_text('"""Is it?"""\nimport sys\nsys.stdout.write(f"a {sys.argv[1:]}")\n')
     (folder / "b.py").write_text('"""Or not?"""\nraise SystemExit(7)\n')
     (folder / "c.py").write_text('"""Asked after a failure?"""\nimport sys\nsys.stdout.write("c")\n')
-    monkeypatch.setattr(bench_command, "__file__", str(tmp_path / "x/y/z/v/w.py"))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "x/y/z/v/w.py"))
     monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", "a", "--size", "small"]) == 0
     assert capfd.readouterr().out == "a ['--size', 'small']"
@@ -393,7 +392,7 @@ def test_asking(tmp_path, monkeypatch, capfd):
 
 
 def test_no_checkout(elsewhere, monkeypatch, capsys):
-    monkeypatch.setattr(bench_command, "__file__", str(elsewhere / "x/y/z/v/w.py"))
+    monkeypatch.setattr(cli, "__file__", str(elsewhere / "x/y/z/v/w.py"))
     assert cli.main(["bench"]) == 2
     assert "Clone the repository" in capsys.readouterr().err
 

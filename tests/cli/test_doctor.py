@@ -8,11 +8,10 @@ import os
 import pytest
 import torch
 
-from offstage.cli import doctor
+from offstage.cli import doctor, system_info
 from offstage.cli import main as cli
-from offstage.cli import system_info as surroundings
 from offstage.cli.doctor import Finding, judge, judge_rates, trial
-from offstage.cli.system_info import Surroundings, read_surroundings
+from offstage.cli.system_info import SystemInfo, read_system_info
 from offstage.errors import OffstageError
 from offstage.planning.machine import Machine
 from tests.support.machines import machine
@@ -21,11 +20,11 @@ GIB = 1 << 30
 CPU = torch.device("cpu")
 
 
-def healthy(**changes) -> Surroundings:
+def healthy(**changes) -> SystemInfo:
     """A GPU in a good host."""
     fields = {
         "python": "3.12.1",
-        "versions": dict.fromkeys(surroundings.PACKAGES, "9.9"),
+        "versions": dict.fromkeys(system_info.PACKAGES, "9.9"),
         "environment": {},
         "built_for": "cuda",
         "device_type": "cuda",
@@ -51,7 +50,7 @@ def healthy(**changes) -> Surroundings:
         "cache_writable": True,
         "disk_free": 500 * GIB,
     }
-    return Surroundings(**(fields | changes))
+    return SystemInfo(**(fields | changes))
 
 
 def versions(**changes):
@@ -73,7 +72,7 @@ ILLNESSES = {
         "Unset CUDA_VISIBLE_DEVICES",
     ),
     "a driver without a device": (WITHOUT, "broken", "update the driver or pass the device in"),
-    "no accelerator": (WITHOUT | {"built_for": None, "driver_file": None}, "note", "only the saving is not real"),
+    "no accelerator": (WITHOUT | {"built_for": None, "driver_file": None}, "note", "no device memory is saved"),
     "blocking launches": ({"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}, "slow", "nothing overlaps"),
     "no caching": ({"environment": {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}}, "slow", "Unset it"),
     "a narrow slot": ({"link_width": 4}, "slow", "a slot with all its lanes"),
@@ -148,7 +147,7 @@ def test_rates_without_an_accelerator():
 
 
 def test_this_machine():
-    found = read_surroundings()
+    found = read_system_info()
     assert found.versions["torch"] == str(torch.__version__)
     assert found.cpus_allowed == len(os.sched_getaffinity(0))
     assert found.host_bytes >= (found.host_available or 0)
@@ -169,15 +168,15 @@ def test_other_machines(tmp_path, monkeypatch):
     memory = tmp_path / "proc/sys/vm"
     memory.mkdir(parents=True)
     (memory / "overcommit_memory").write_text("2\n")
-    monkeypatch.setattr(surroundings.numa, "pci_folder", lambda device, pci: pci / "0000:01:00.0")
+    monkeypatch.setattr(system_info.numa, "pci_folder", lambda device, pci: pci / "0000:01:00.0")
     monkeypatch.setenv("OFFSTAGE_CACHE", "/proc/nowhere")
     environment = {"OMP_NUM_THREADS": "1", "HOME": "/root"}
-    found = read_surroundings(environment=environment, proc=tmp_path / "proc", sys=tmp_path / "sys")
+    found = read_system_info(environment=environment, proc=tmp_path / "proc", sys=tmp_path / "sys")
     assert (found.link_width, found.link_width_most, found.link_gt_per_s) == (8, 16, 32.0)
     assert (found.huge_pages, found.overcommit) == ("never", 2)
     assert found.environment == {"OMP_NUM_THREADS": "1"}
     assert (found.cache_folder, found.cache_writable) == ("/proc/nowhere", False)
-    nothing = read_surroundings(environment={}, proc=tmp_path / "none", sys=tmp_path / "none")
+    nothing = read_system_info(environment={}, proc=tmp_path / "none", sys=tmp_path / "none")
     assert (nothing.link_width, nothing.huge_pages, nothing.overcommit) == (None, None, None)
 
 
@@ -246,7 +245,7 @@ def test_command_as_json(measured, capsys):
     content = json.loads(capsys.readouterr().out)
     assert {one["part"] for one in content["findings"]} >= {"torch", "accelerator", "host memory", "link", "trial"}
     assert Machine.from_json(json.dumps(content["machine"])) == machine(device_name="cpu")
-    assert content["surroundings"]["huge_pages"] == read_surroundings().huge_pages
+    assert content["surroundings"]["huge_pages"] == read_system_info().huge_pages
 
 
 def test_quick_measures_nothing(measured, capsys):

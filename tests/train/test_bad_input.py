@@ -20,7 +20,7 @@ from offstage.cli.main import main
 from offstage.errors import CheckpointError, OffstageError
 from offstage.train import passes
 from offstage.train.config import build, to_toml
-from offstage.train.sizes import SIZES
+from offstage.train.model_sizes import SIZES
 from tests.support.ranks import RankError
 from tests.support.trainer import differences, files_of, rows_of, train, train_there, values_of
 
@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint(folder, capsys):
     before = files_of(folder)
     status, said = attempt(capsys, folder)
     assert status == 1
-    assert re.search(rf"step-00000004: .*{data.name}.*remove .*step-00000004 to go on from the one before", said)
+    assert re.search(rf"step-00000004: .*{data.name}.*remove .*step-00000004 to continue from the one before", said)
     assert files_of(folder) == before
     for path in newest.iterdir():
         path.unlink()

@@ -16,7 +16,6 @@ from offstage.errors import ConfigError
 from offstage.train import loop, passes
 from offstage.train.config import OptimizerSettings, load_config
 from offstage.train.data import Batches, Corpus
-from offstage.train.learning_rate import learning_rate
 from offstage.train.loop import NotFiniteError
 from offstage.train.model import build as build_model
 from tests.support import stand_in
@@ -97,7 +96,7 @@ def plainly_trained(config, corpus):
     weights, losses = {}, []
     for step in range(1, config.run.steps + 1):
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(settings, step, config.run.steps)
+            group["lr"] = settings.learning_rate(step, config.run.steps)
         tokens = batches.next()
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -307,19 +306,19 @@ def test_another_model_of_the_package_is_refused(tmp_path):
 
 def test_learning_rate():
     settings = OptimizerSettings(lr=1.0, warm_up=4, last_lr_share=0.1)
-    rates = [learning_rate(settings, step, 12) for step in range(1, 13)]
+    rates = [settings.learning_rate(step, 12) for step in range(1, 13)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[7] == pytest.approx(0.55)  # half way down
     assert rates[11] == pytest.approx(0.1)
     assert all(a > b for a, b in itertools.pairwise(rates[3:]))
-    assert learning_rate(dataclasses.replace(settings, warm_up=0), 12, 12) == pytest.approx(0.1)
-    assert learning_rate(dataclasses.replace(settings, warm_up=20), 12, 12) == 0.6  # a run that ends in its warm-up
+    assert dataclasses.replace(settings, warm_up=0).learning_rate(12, 12) == pytest.approx(0.1)
+    assert dataclasses.replace(settings, warm_up=20).learning_rate(12, 12) == 0.6  # a run that ends in its warm-up
 
 
 def test_the_learning_rate_is_used(tmp_path):
     train(tmp_path, optimizer={"warm_up": 3, "lr": 3e-3, "last_lr_share": 0.5})
     settings = OptimizerSettings(warm_up=3, lr=3e-3, last_lr_share=0.5)
-    assert [row["lr"] for row in rows_of(tmp_path)] == [learning_rate(settings, step, 12) for step in range(1, 13)]
+    assert [row["lr"] for row in rows_of(tmp_path)] == [settings.learning_rate(step, 12) for step in range(1, 13)]
 
 
 # Numbers that are not finite

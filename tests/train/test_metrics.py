@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from offstage.errors import OffstageError
-from offstage.train import loop, progress, sampling
-from offstage.train import run_info as about
-from offstage.train import signals as stopping
+from offstage.train import loop, progress, run_info, signals
 from offstage.train.metrics import Row
+from offstage.train.passes import sample_text
 from offstage.train.progress import progress_for
-from offstage.train.signals import FAILED, Stopping
+from offstage.train.run_folder import RunFolder
+from offstage.train.signals import FAILED, StopRequests
 from tests.support.machines import machine
 from tests.support.trainer import losses_of, rows_of, train
 
@@ -118,12 +118,12 @@ def test_a_prediction_for_the_report(tmp_path, monkeypatch):
     def look(self, stopped):
         done = finish(self, stopped)
         found.extend(
-            (self.optimizer.plan, about.predicted_plan(self.optimizer, self.config, self.meter, CPU), self.meter)
+            (self.optimizer.plan, run_info.predicted_plan(self.optimizer, self.config, self.meter, CPU), self.meter)
         )
         return done
 
     monkeypatch.setattr(loop.Training, "_finish", look)
-    monkeypatch.setattr(about, "measure_machine", lambda device: machine())
+    monkeypatch.setattr(run_info, "measure_machine", lambda device: machine())
     train(tmp_path, "some by the host", data={"micro_batches": 2})
     placed, predicted, meter = found
     assert predicted.placements == placed.placements
@@ -203,11 +203,11 @@ def test_warnings_do_not_tear_the_bar(monkeypatch):
     logger = logging.getLogger("offstage")
     monkeypatch.setattr(logger, "propagate", False)
     stream = io.StringIO()
-    with progress.spoken_warnings(progress_for("json", first=True, stream=stream)):
+    with progress.warnings_to_progress(progress_for("json", first=True, stream=stream)):
         logger.info("not worth a line")
         logger.error("the save to %s failed:\nTraceback and so on", "there")
     logger.handlers.append(logging.NullHandler())
-    with progress.spoken_warnings(progress_for("json", first=True, stream=stream)):
+    with progress.warnings_to_progress(progress_for("json", first=True, stream=stream)):
         logger.warning("where it was configured to go")
     logger.handlers.pop()
     assert json.loads(stream.getvalue()) == {"event": "error: the save to there failed", "level": "ERROR"}
@@ -256,17 +256,18 @@ def test_samples_follow_the_model():
         nonsense[..., :256] = -50.0
         return nonsense.scatter(2, ((window + 1) % 256).unsqueeze(-1), 50.0)
 
-    assert sampling.write(logits_of, b"abc", 12, sequence=8, seed=0) == b"defghijklmno"
+    assert sample_text(logits_of, b"abc", 12, sequence=8, seed=0) == b"defghijklmno"
 
 
-def test_samples_are_repeatable_and_leave_random_numbers_alone():
+def test_samples_are_repeatable_and_leave_random_numbers_alone(tmp_path):
     state = torch.get_rng_state()
     flat = lambda window: torch.zeros(1, 8, 256)  # noqa: E731
-    drawn = [sampling.write(flat, b"x", 20, sequence=8, seed=seed) for seed in (1, 1, 2)]
+    drawn = [sample_text(flat, b"x", 20, sequence=8, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert torch.equal(torch.get_rng_state(), state)
-    assert sampling.write(lambda window: torch.full((1, 8, 256), torch.nan), b"x", 5, sequence=8, seed=0) == b""
-    assert sampling.entry(7, b"a", b"b\xff") == "--- step 7 ---\n[a]b\\xff\n\n"
+    assert sample_text(lambda window: torch.full((1, 8, 256), torch.nan), b"x", 5, sequence=8, seed=0) == b""
+    RunFolder(tmp_path).append_sample(7, b"a", b"b\xff")
+    assert RunFolder(tmp_path).samples.read_text() == "--- step 7 ---\n[a]b\\xff\n\n"
 
 
 # Signals
@@ -274,7 +275,7 @@ def test_samples_are_repeatable_and_leave_random_numbers_alone():
 
 def test_a_signal_is_a_request(monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    with Stopping().listening() as asked:
+    with StopRequests().listening() as asked:
         asked.begin_step()
         assert asked.end_step() == 0
         os.kill(os.getpid(), signal.SIGTERM)
@@ -284,10 +285,10 @@ def test_a_signal_is_a_request(monkeypatch):
 
 
 def test_a_second_ctrl_c_ends_it_at_once(monkeypatch):
-    with Stopping().listening() as asked:
+    with StopRequests().listening() as asked:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)  # torchrun passes on what the terminal has sent already
-        monkeypatch.setattr(stopping, "IMPATIENT_S", -1.0)
+        monkeypatch.setattr(signals, "IMPATIENT_S", -1.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
         asked.begin_step()
@@ -295,7 +296,7 @@ def test_a_second_ctrl_c_ends_it_at_once(monkeypatch):
 
 
 def test_a_failure_counts_more_than_a_signal():
-    asked = Stopping()
+    asked = StopRequests()
     asked.ask(signal.SIGINT)
     asked.begin_step(failed=True)
     assert asked.end_step() == FAILED

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offstage
 from offstage.errors import ConfigError
-from offstage.train import blocks, experts, transformer
+from offstage.train import blocks, transformer
 from offstage.train.config import ModelSettings, SizeName
 from offstage.train.model import (
     SIZES,
@@ -287,14 +287,14 @@ def test_a_block_with_experts_is_balanced_while_training():
 
 def test_balancing_loss():
     even = torch.full((8, 4), 0.25)
-    assert float(experts.balancing_loss(even, torch.tensor([4, 8, 12, 16]))) == pytest.approx(1.0)
+    assert float(blocks.balancing_loss(even, torch.tensor([4, 8, 12, 16]))) == pytest.approx(1.0)
     one = torch.tensor([[1.0, 0.0, 0.0, 0.0]]).expand(8, 4)
-    assert float(experts.balancing_loss(one, torch.tensor([8, 8, 8, 8]))) == pytest.approx(4.0)
+    assert float(blocks.balancing_loss(one, torch.tensor([8, 8, 8, 8]))) == pytest.approx(4.0)
 
 
 def test_balancing_loss_lowers_the_share_of_busy_experts():
     scores = torch.zeros(8, 4, requires_grad=True)
-    experts.balancing_loss(scores.softmax(-1), torch.tensor([6, 7, 8, 8])).backward()
+    blocks.balancing_loss(scores.softmax(-1), torch.tensor([6, 7, 8, 8])).backward()
     assert (scores.grad[:, 0] > 0).all()  # descending lowers it
     assert (scores.grad[:, 3] < 0).all()
 
@@ -302,7 +302,7 @@ def test_balancing_loss_lowers_the_share_of_busy_experts():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_expert_without_tokens_has_a_gradient_of_zeros(dtype):
     """Not none at all: FSDP2 reduces the same gradients on all ranks."""
-    mixture = experts.Mixture(EXPERTS, dtype=dtype)
+    mixture = blocks.Mixture(EXPERTS, dtype=dtype)
     with torch.no_grad():
         for param in mixture.parameters():
             param.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
@@ -318,7 +318,7 @@ def test_grouped_products_agree():
     """bf16 has a kernel, other formats a loop."""
     tokens, weights = torch.randn(20, 16).bfloat16(), torch.randn(4, 24, 16).bfloat16().transpose(1, 2)
     ends = torch.tensor([3, 3, 12, 20], dtype=torch.int32)
-    exact = experts.grouped_product(tokens.double(), weights.double(), offs=ends)
+    exact = blocks.grouped_product(tokens.double(), weights.double(), offs=ends)
     for start, end, weight, group in zip([0, 3, 3, 12], ends, weights, range(4), strict=True):
         assert torch.equal(exact[start:end], tokens[start:end].double() @ weight.double()), group
     torch.testing.assert_close(F.grouped_mm(tokens, weights, offs=ends).double(), exact, rtol=2e-2, atol=2e-2)

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import offstage
 from offstage.errors import OffstageError
 from offstage.optimizer.optimizer import OffloadedOptimizer
-from offstage.train.lane_spans import DeviceTrace, busy_ms, link_use, merged, spans_of
-from offstage.train.memory_by_owner import OWNERS, Owners
+from offstage.train.memory_by_owner import OWNERS, MemoryByOwner
 from offstage.train.observe import Observer
+from offstage.train.timeline import DeviceTrace, busy_ms, link_use, merged, spans_of
 from tests.support.training import same_bits, weights
 
 CPU = torch.device("cpu")
@@ -326,13 +326,13 @@ def test_a_failure_in_looking_is_told_and_training_goes_on(monkeypatch, caplog):
         plain.iterate()
     calls = []
 
-    def fails(self: Owners) -> dict[str, dict[int, int]]:
+    def fails(self: MemoryByOwner) -> dict[str, dict[int, int]]:
         calls.append(1)
         if len(calls) > 3:
             raise RuntimeError("the driver is gone")
         return {"weights": {}, "gradients": {}, "state": {}}
 
-    monkeypatch.setattr(Owners, "owned", fails)
+    monkeypatch.setattr(MemoryByOwner, "owned", fails)
     with caplog.at_level(logging.WARNING, "offstage"):
         _, observed = training.observed()
     assert all(same_bits(a, b) for a, b in zip(weights(plain.model), weights(training.model), strict=True))

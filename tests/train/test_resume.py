@@ -178,7 +178,7 @@ def _flag(value):
 
 def test_old_checkpoints_go_after_the_new_one_is_complete(tmp_path, monkeypatch):
     """At every moment in which one is removed, `keep_checkpoints` newer ones are complete."""
-    from offstage.train import checkpoint as own
+    from offstage.train import checkpoints as own
 
     removed = []
     remove = own._remove

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: plain `torch.distributed.checkpoint` folders, from any plan and world size to any other.
 
-`save`, `async_save` and `load` are the whole of it; docs/state_dict.md is the format. Read `saving.py` first.
+`save`, `async_save` and `load`; docs/state_dict.md describes the format. Read `saving.py` first.
 """
 
 from offstage.checkpoint.fused import Fused, by_map, by_metadata, gdn, qkv, split_as, swiglu

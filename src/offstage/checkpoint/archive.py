@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One tensor as `torch.save` writes it, streamed; and where the tensor of such an item lies in a file.
+"""Items as `torch.save` writes them: a tensor, streamed; where a tensor is in its file; an object as bytes.
 
 The format is an uncompressed zip archive: a pickle that rebuilds the tensor, a few small records, and the tensor's
-bytes. `torch.save` wants the whole tensor in one storage; here its bytes come block by block, from a chunk or from a
-copy of one, and go straight into the file. Written by `saving.py`, read by `stored.py` and by torch itself.
+bytes. `torch.save` needs the whole tensor in one storage; `write_tensor` writes its bytes block by block, straight into
+the file.
 
-[Note: no checksum of the data] The zip format has a CRC for each record. Torch's reader is built without checking it,
-a whole file is covered by the manifest's checksum, and a second pass over the data would cost as much as writing
-it. So the data record's CRC is 0; those of the small records are right. Tools that do check (`unzip`, `zipfile`) list
-such an archive and refuse to extract `data/0`.
+[Note: no checksum of the data] The zip format has a CRC for each record. Torch's reader does not check it, the
+manifest has a checksum of the whole file, and a second pass over the data would cost as much as writing it. So the data
+record's CRC is 0; those of the small records are right. Tools that check it (`unzip`, `zipfile`) list such an archive
+and refuse to extract `data/0`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
+import numpy as np
 import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
 from offstage.checkpoint.parts import row_major
-from offstage.errors import CheckpointError
+from offstage.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
@@ -38,9 +39,9 @@ ALIGN = 64
 """The tensor's bytes begin at a multiple of this in the item; items that begin at one in their file stay aligned."""
 
 _DATA = "archive/data/0"
-_UTF8 = 0x800  # the flag of names in UTF-8, which torch sets
+_UTF8 = 0x800  # the flag for names in UTF-8, which torch sets
 _ZIP64_FROM = 0xFFFFFFFF
-_EXTRA_ZIP64, _EXTRA_PADDING = 0x0001, 0x4246  # the latter is "FB": what torch calls its own padding
+_EXTRA_ZIP64, _EXTRA_PADDING = 0x0001, 0x4246  # the latter is "FB", the id that torch uses for padding
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _ZIP64_END = struct.Struct("<4sQ2H2I4Q")
@@ -71,7 +72,7 @@ def write_tensor(file: BinaryIO, dtype: torch.dtype, size: Sequence[int], blocks
     """Append a contiguous tensor of `dtype` and `size` as `torch.load(weights_only=True)` reads it; bytes written.
 
     `blocks` are the tensor's bytes in order, cut anywhere. The file is written strictly in sequence, so it may be a
-    pipe; it should stand at a multiple of `ALIGN`.
+    pipe; its position should be a multiple of `ALIGN`.
     """
     nbytes = math.prod(size) * dtype.itemsize
     small = {
@@ -83,7 +84,7 @@ def write_tensor(file: BinaryIO, dtype: torch.dtype, size: Sequence[int], blocks
     }
     position = 0
     directory = []
-    # The small records come first: whatever the tensor's size, only its own directory entry needs 64-bit fields.
+    # The small records come first, so that only the tensor's own directory entry may need 64-bit fields.
     for name, content in small.items():
         crc = zlib.crc32(content)
         directory.append(_central(name, crc, len(content), position))
@@ -114,7 +115,7 @@ def _write_blocks(file: BinaryIO, blocks: Iterable[Buffer], nbytes: int) -> int:
 
 
 def _write(file: BinaryIO, data: Buffer) -> int:
-    """All of `data`: an unbuffered file takes at most 2 GiB at a time."""
+    """Write all of `data`: an unbuffered file takes at most 2 GiB per call."""
     view = memoryview(data)
     if view.nbytes == 0:
         return 0
@@ -133,7 +134,7 @@ class _Rebuilt:
 
     def __init__(self, dtype: torch.dtype, size: Sequence[int]) -> None:
         self.call: Any = _rebuild_tensor_v2
-        strides = row_major([max(1, length) for length in size])  # torch gives empty tensors no zero strides
+        strides = row_major([max(1, length) for length in size])  # as torch does for empty tensors
         self.arguments: tuple[Any, ...] = (_Storage(), 0, tuple(size), strides, False, OrderedDict())
         if dtype not in _TYPED_STORAGES:
             self.call = _rebuild_tensor_v3
@@ -147,7 +148,7 @@ class _Pickler(pickle.Pickler):
     """Writes what `torch.save` writes for a tensor on the CPU."""
 
     def __init__(self, file: BinaryIO, dtype: torch.dtype, numel: int) -> None:
-        super().__init__(file, protocol=2)  # the protocol that torch's weights_only unpickler reads
+        super().__init__(file, protocol=2)  # the protocol of torch's weights_only unpickler
         typed = _TYPED_STORAGES.get(dtype)
         count = numel if typed else numel * dtype.itemsize
         self._storage = ("storage", typed or torch.UntypedStorage, "0", "cpu", count)
@@ -192,7 +193,7 @@ def _zip64(nbytes: int) -> bytes:
 
 
 def _end(num_entries: int, entries_bytes: int, begins_at: int) -> bytes:
-    """What follows the directory. The 64-bit records are there always, as torch writes them."""
+    """The records after the directory. The 64-bit ones are always written, as torch does."""
     counts = (num_entries, num_entries, entries_bytes, begins_at)
     short = (num_entries, num_entries, entries_bytes, min(begins_at, _ZIP64_FROM))
     return (
@@ -207,7 +208,7 @@ def _end(num_entries: int, entries_bytes: int, begins_at: int) -> bytes:
 
 @dataclass(frozen=True)
 class Header:
-    """Where the tensor of an item lies in its file."""
+    """Where the tensor of an item is in its file."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -215,7 +216,7 @@ class Header:
     data_offset: int
     """The position of the tensor's first element in the file."""
     nbytes: int
-    """From there to the end of the record: the tensor's elements all lie in it."""
+    """From there to the end of the record, which contains all of the tensor's elements."""
 
 
 def read_header(file: BinaryIO, offset: int, length: int) -> Header:
@@ -227,19 +228,19 @@ def read_header(file: BinaryIO, offset: int, length: int) -> Header:
     try:
         with zipfile.ZipFile(view) as archive:
             record = _data_record(archive, view)
-            view.seek(0)  # torch.load begins where the file stands
+            view.seek(0)  # torch.load reads from the current position
             tensor = torch.load(cast(BinaryIO, view), map_location="meta", weights_only=True)
             return _header_of(tensor, record, view)
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged item fails anywhere in zipfile, in torch's reader or in the unpickler
+    except Exception as error:  # a damaged item can fail anywhere in zipfile, torch's reader or the unpickler
         raise _damaged(view, f"found {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _data_record(archive: zipfile.ZipFile, view: FileView) -> zipfile.ZipInfo:
-    """The record of the tensor's bytes, if they are there as this machine has them in memory."""
+    """The record of the tensor's bytes; raises unless they can be read as they are."""
     for info in archive.infolist():
-        # Before torch sees the item: swapping the bytes of a tensor on "meta" ends the process (torch 2.13).
+        # Before torch loads the item: swapping the bytes of a tensor on "meta" ends the process (torch 2.13).
         if info.filename.endswith("/byteorder") and (found := archive.read(info).decode()) != sys.byteorder:
             raise _damaged(view, f"found {found}-endian data on a {sys.byteorder}-endian machine")
     records = [info for info in archive.infolist() if info.filename.endswith("/data/0")]
@@ -273,7 +274,7 @@ def _damaged(view: FileView, found: str) -> CheckpointError:
 
 
 class FileView(io.RawIOBase):
-    """Bytes `[offset, offset + length)` of a file as a file of its own. Moves the file's position."""
+    """Bytes `[offset, offset + length)` of a file as a separate file. Moves the position of the underlying file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         super().__init__()
@@ -307,3 +308,37 @@ class FileView(io.RawIOBase):
 
 def _name(file: Any) -> str:
     return str(getattr(file, "name", "the file"))
+
+
+# Objects #
+
+
+def pickled(name: str, value: Any) -> bytes:
+    """`value` as `torch.save` writes it. Raises if `torch.load(weights_only=True)` could not load it again."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(_plain(value), buffer)
+        unpickled(buffer.getvalue())
+    except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"{name!r} is a {type(value).__name__} that torch.load(weights_only=True) could not load again "
+            f"({str(error).splitlines()[0]}); expected tensors, numbers, strings, and lists, tuples and dicts of them. "
+            "Save its content as such data."
+        ) from error
+    return buffer.getvalue()
+
+
+def unpickled(data: bytes) -> Any:
+    """A new object of the same value."""
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+
+
+def _plain(value: Any) -> Any:
+    """Convert numpy's numbers to Python's: learning rate schedules often produce them."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) is dict or (isinstance(value, Mapping) and type(value).__module__ == "builtins"):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(inner) for inner in value)
+    return value

@@ -2,8 +2,8 @@
 """Fused parameters are saved under split names: gate and up of one SwiGLU weight as two tensors, q, k and v as three.
 
 What a parameter consists of is metadata on it, put there by `split_as` or one of its short forms (`swiglu`, `qkv`,
-`gdn`), and decides how the parameter and its optimizer state are saved and loaded. A checkpoint then fits a model that
-keeps the parts apart, and the reverse. Any other way to decide is a `Splitter`. Used by `saving.py` and `loading.py`.
+`gdn`), and decides how the parameter and its optimizer state are saved and loaded. A checkpoint then fits a model with
+separate parts, and the reverse. A `Splitter` replaces the metadata by any other decision.
 
 The metadata is a plain attribute of the parameter object. `fully_shard`, `distribute_module`, `to_empty()` of a meta
 model, `.to(dtype)` of a sharded one and `copy.deepcopy` put another object in its place, without the attribute: call
@@ -34,7 +34,7 @@ class Fused:
     """What a fused parameter consists of: consecutive parts along one dim."""
 
     parts: tuple[tuple[str, int], ...]
-    """Name and size along `dim` of each part, in the order in which they lie in the parameter."""
+    """Name and size along `dim` of each part, in their order in the parameter."""
     dim: int = 0
     shape: tuple[int, ...] | None = None
     """The parameter's logical shape where it is stored flat (1-D, row-major); `None`: its own shape."""
@@ -82,7 +82,7 @@ FusedMap = Mapping[str, Fused]
 """Fully qualified parameter name → what it consists of."""
 
 Splitter = Callable[[str, torch.Tensor], Fused | None]
-"""The hook: (fully qualified name, parameter) → what it consists of, or `None` for an ordinary parameter."""
+"""(fully qualified name, parameter) → what it consists of, or `None` for an ordinary parameter."""
 
 
 # Metadata on parameters #
@@ -102,7 +102,7 @@ def split_as(param: Param, parts: Mapping[str, int], *, dim: int = 0, shape: Seq
 def swiglu(param: Param, *, dim: int = 0, shape: Sequence[int] | None = None) -> Param:
     """`split_as` for the fused input projection of a SwiGLU: equal halves, `gate` and `up`."""
     logical = param.shape if shape is None else shape
-    size = logical[dim] if -len(logical) <= dim < len(logical) else 2  # a wrong dim is for split_as to name
+    size = logical[dim] if -len(logical) <= dim < len(logical) else 2  # split_as reports a wrong dim
     if size % 2 or not size:
         raise ConfigError(
             f"swiglu expects two equal halves along dim {dim}; found a size of {size} in the shape {tuple(logical)}. "
@@ -130,7 +130,7 @@ def gdn(
 ) -> Param:
     """`split_as` for the input projection of a gated delta net: `q`, `k`, `v`, the gate `z`, and `b` and `a`.
 
-    Parts of size 0 are left out: they are in a projection of their own.
+    Parts of size 0 are left out: they belong to another projection.
     """
     sizes = {"q": q, "k": k, "v": v, "z": z, "b": b, "a": a}
     return split_as(param, {name: size for name, size in sizes.items() if size}, dim=dim, shape=shape)
@@ -176,10 +176,10 @@ def split_name(fqn: str, part: str) -> str:
 
 
 def fused_parts(fqn: str, fused: Fused, part_of_whole: Part) -> list[Part]:
-    """What the local elements of the fused parameter `fqn` are of each of its parts.
+    """The local elements of the fused parameter `fqn`, as parts of the tensors that it is saved as.
 
-    `part_of_whole` is those elements as a part of the (global) parameter. Each part returned is named by `split_name`
-    and has the shape of that part alone; the local line is the same.
+    `part_of_whole` describes those elements within the global parameter. Each part returned is named by `split_name`
+    and has the shape of that part alone; the flat run is the same.
     """
     logical = fused.logical(part_of_whole.shape, fqn)
     pieces = [part_of_whole] if part_of_whole.shape == logical else _unflattened(logical, part_of_whole)

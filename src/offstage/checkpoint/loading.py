@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`load`: a checkpoint of any plan and world size into a model and an optimizer, in place.
 
-Everything is checked on every rank before anything is written: that the checkpoint is complete and its files are what
-was saved, that every tensor is there with the right shape. Weights are read into the parameters and state into the
-arenas, block by block, straight from the mapped files: no second copy on the device, and on the host none beyond a
-block. Ranks agree: what fails on one raises on all.
+Every rank checks everything before any rank writes: that the checkpoint is complete, that its files are what was saved,
+that every tensor exists with the right shape. Weights are read into the parameters and state into the arenas, block by
+block, straight from the mapped files: no second copy on the device, and on the host none beyond a block. An error on
+one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from offstage.checkpoint.catalogue import EXTRA, GROUPS, MODEL, OPTIM, Layouts, name_in, part_of, same_options
+from offstage.checkpoint.catalogue import (
+    ABSENT_SHARDS,
+    EXTRA,
+    GROUPS,
+    MODEL,
+    OPTIM,
+    SHARD_SCALARS,
+    Layouts,
+    checked_optimizer,
+    clean_name,
+    name_in,
+    part_of,
+    same_options,
+    synchronize_devices,
+)
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, read_manifest, verify
-from offstage.checkpoint.names import clean_name
+from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, checked_folder, read_manifest, verify
 from offstage.checkpoint.parts import Box, Part
-from offstage.checkpoint.ranks import Ranks
-from offstage.checkpoint.saving import MARKER, checked_folder, checked_optimizer, synchronize_devices
-from offstage.checkpoint.stored import METADATA, Stored
-from offstage.checkpoint.writer import ABSENT_SHARDS, SHARD_SCALARS
+from offstage.checkpoint.ranks import Ranks, file_threads
+from offstage.checkpoint.stored import Stored
 from offstage.engine import named_state
 from offstage.errors import CheckpointError
-from offstage.memory.cpus import ranks_on_this_host, usable_cpus
 from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.optimizer.state_dict import replace_groups
@@ -44,10 +54,9 @@ from offstage.tensors import flat_like, is_dense, local_of
 logger = logging.getLogger("offstage")
 
 _BLOCK = 16 * 1024 * 1024
-"""Elements that are read at a time."""
+"""Elements read at a time."""
 _SPLIT_BYTES = 40
-"""Host memory that splitting one master takes: with its bits, low half and squares, and what is made on the way."""
-_MAX_THREADS = 16
+"""Host bytes needed to split one master, temporaries included."""
 _EXTRA_STATE = "_extra_state"
 
 
@@ -63,18 +72,18 @@ def load(
 ) -> dict[str, Any]:
     """Load what `save` saved, or `torch.distributed.checkpoint` under the same names; returns `extra`.
 
-    Every rank calls it. `checksums=False` trusts the content of the files and compares sizes only. A folder without a
-    manifest that `torch.distributed.checkpoint` wrote is loaded without either, with a warning.
+    Every rank calls it. `checksums=False` compares only the sizes of the files. A folder that
+    `torch.distributed.checkpoint` wrote has no manifest and is loaded without either check, with a warning.
     """
     ranks = Ranks(group)
-    with ranks.agreeing("Verifying the checkpoint"):
+    with ranks.failing_together("Verifying the checkpoint"):
         path = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)
         _verify(path, ranks, checksums)
         content = zlib.crc32(_summary(path).read_bytes())
     _check_one_checkpoint(ranks.gather((str(path), content)))
     stored = None
-    with ranks.agreeing("Comparing the checkpoint with the model"):
+    with ranks.failing_together("Comparing the checkpoint with the model"):
         stored = Stored(path)
         if offloaded is not None:
             runtime_of(offloaded).iteration.give_up("A checkpoint was loaded between backward and step().")
@@ -82,65 +91,64 @@ def load(
     assert stored is not None
     with stored:
         try:
-            with ranks.agreeing("Making room for the checkpoint"):
+            with ranks.failing_together("Making room for the checkpoint"):
                 job.prepare()
-        except BaseException:  # maybe another rank's
-            job.take_back()
+        except BaseException:  # of this rank or of another
+            job.restore_options()
             raise
         try:
-            with ranks.agreeing("Loading the checkpoint"):
+            with ranks.failing_together("Loading the checkpoint"):
                 job.run()
         except BaseException as error:
-            if not (job.is_loaded and ranks.size == 1):  # a Ctrl-C that had to wait until everything was written
+            if not (job.is_loaded and ranks.size == 1):  # a Ctrl-C that was deferred until everything was written
                 job.lose(error)
             raise
     return job.extra
 
 
 def _summary(folder: Path) -> Path:
-    """The file that stands for the whole checkpoint."""
+    """The file that identifies the checkpoint."""
     return folder / (MANIFEST if (folder / MANIFEST).exists() else METADATA)
 
 
 def _check_one_checkpoint(found: Sequence[tuple[str, int]]) -> None:
-    """Raise, on all ranks alike, if they are about to load different checkpoints."""
+    """Raise, on all ranks, if they are about to load different checkpoints."""
     for rank, (folder, content) in enumerate(found):
         if content != found[0][1]:
             raise CheckpointError(
                 f"Ranks were given different checkpoints: rank 0 {found[0][0]}, rank {rank} {folder}. Expected one for "
-                "all. Choose it on one rank and tell the others, or copy it to every rank's disk."
+                "all. Choose it on one rank and broadcast the choice, or copy it to every rank's disk."
             )
 
 
 def _verify(folder: Path, ranks: Ranks, checksums: bool) -> None:
-    """Sizes on every rank, which may see another disk; each file's content on one rank."""
+    """Check sizes on every rank, which may have another disk, and each file's content on one rank."""
     if (folder / METADATA).exists() and not any((folder / name).exists() for name in (MANIFEST, MARKER)):
         logger.warning("%s has no manifest: torch.distributed.checkpoint wrote it, and nothing can be verified", folder)
         return
     verify(folder, checksums=False)
     if checksums:
         names = sorted(read_manifest(folder).files)
-        verify(folder, names[ranks.rank :: ranks.size], threads=_threads())
-
-
-def _threads() -> int:
-    return max(1, min(_MAX_THREADS, usable_cpus() // ranks_on_this_host()))
+        verify(folder, names[ranks.rank :: ranks.size], threads=file_threads())
 
 
 class _Load:
-    """One rank's load: checked when it is made, done by `run`."""
+    """One rank's load: the constructor checks, `run` loads."""
 
     def __init__(
         self, stored: Stored, model: nn.Module, optimizer: OffloadedOptimizer | None, splitter: Splitter
     ) -> None:
         self._stored, self._optimizer = stored, optimizer
         self._layouts = Layouts(model, splitter)
+        self._by_prefix: dict[str, list[str]] = {}
+        for name in stored.names:
+            self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
         self._tensors: list[tuple[list[Part], torch.Tensor]] = []
         self._objects: dict[str, Any] = {}
         self._model = model
         self._check_model()
         self.extra = self._extra()
-        """What was saved as `extra`."""
+        """The `extra` that was saved."""
         self._absent: dict[str, Any] = stored.object(ABSENT_SHARDS) if ABSENT_SHARDS in stored else {}
         self._unequal: dict[str, Any] = stored.object(SHARD_SCALARS) if SHARD_SCALARS in stored else {}
         self._options: list[dict[str, Any]] = []
@@ -168,8 +176,8 @@ class _Load:
                     f"{self._stored.folder}: {name!r} is in the model's state dict and is neither a parameter nor a "
                     "buffer of it; expected tensors that can be loaded in place. Load it with model.load_state_dict()."
                 )
-            target = own[name]  # a hook may have put a copy in the state dict
-            parts = [_under(part, MODEL) for part in self._layouts.parts(name, target)]
+            target = own[name]  # a state dict hook may have returned a copy
+            parts = [part.renamed(f"{MODEL}.{part.name}") for part in self._layouts.parts(name, target)]
             for part in parts:
                 self._check(part, f"Tensor {name!r} of the model", target.dtype)
             self._tensors.append((parts, target))
@@ -214,25 +222,19 @@ class _Load:
                 self._check(part, f"State {key!r} of parameter {name!r}", torch.float32 if key == MASTER_KEY else None)
 
     def _saved_keys(self, name: str) -> set[str]:
-        """What the checkpoint has for a parameter. All parts of a fused one have the same, and some is of the whole."""
+        """The state keys saved for a parameter: the same for all parts of a fused one, and some for it as a whole."""
         prefixes = {self._path(name, ""), f"{OPTIM}.state.{name}."}
-        return {one.removeprefix(prefix) for prefix in prefixes for one in self._names_by_prefix().get(prefix, ())}
+        return {one.removeprefix(prefix) for prefix in prefixes for one in self._by_prefix.get(prefix, ())}
 
     def _path(self, name: str, key: str) -> str:
         return f"{OPTIM}.state.{self._layouts.saved_names(name)[0]}.{key}"
-
-    def _names_by_prefix(self) -> Mapping[str, list[str]]:
-        if not hasattr(self, "_by_prefix"):
-            self._by_prefix: dict[str, list[str]] = {}
-            for name in self._stored.names:
-                self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
-        return self._by_prefix
 
     def _parts(self, held: ParamState, name: str, key: str) -> list[Part]:
         shaped = next((one.shape for one in held.keys if one.name == key and one.shape is not None), None)
         if shaped is not None:
             return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, device="meta"))]
-        return [_under(part, f"{OPTIM}.state", key) for part in self._layouts.parts(name, held.param)]
+        parts = self._layouts.parts(name, held.param)
+        return [part.renamed(f"{OPTIM}.state.{part.name}.{key}") for part in parts]
 
     def _checked_options(self, optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
         """The saved options of each of the optimizer's groups, found by the names of its parameters."""
@@ -275,28 +277,30 @@ class _Load:
     # Loading
 
     def prepare(self) -> None:
-        """The saved options, and room for the state they need: refused as a whole or not at all."""
-        if self._optimizer is not None:
-            runtime_of(self._optimizer).drop_iteration()
-            runtime_of(self._optimizer).before_overwrite()
-            groups = [
-                {**{name: value for name, value in group.items() if name not in ("params", "param_names")}, **options}
-                for group, options in zip(self._optimizer.param_groups, self._options, strict=True)
-            ]
-            before = [dict(group) for group in self._optimizer.param_groups]
-            with deferred_interrupts():
-                replace_groups(runtime_of(self._optimizer), groups)
-                self._before = before
+        """Apply the saved options and allocate the state that they need; an error leaves both unchanged."""
+        if (optimizer := self._optimizer) is None:
+            return
+        runtime = runtime_of(optimizer)
+        runtime.drop_iteration()
+        runtime.before_overwrite()
+        groups = [
+            {**{name: value for name, value in group.items() if name not in ("params", "param_names")}, **options}
+            for group, options in zip(optimizer.param_groups, self._options, strict=True)
+        ]
+        before = [dict(group) for group in optimizer.param_groups]
+        with deferred_interrupts():
+            replace_groups(runtime, groups)
+            self._before = before
 
-    def take_back(self) -> None:
-        """Another rank has no room: the options are again as before."""
+    def restore_options(self) -> None:
+        """Undo `prepare`: a rank could not allocate the state."""
         if self._optimizer is not None:
             for group, before in zip(self._optimizer.param_groups, self._before, strict=False):
                 group.clear()
                 group.update(before)
 
     def lose(self, error: BaseException) -> None:
-        """What fails in `run`, on any rank, leaves model and state between two checkpoints, on all of them."""
+        """An error in `run`, on any rank, leaves model and state half loaded on all of them."""
         if self._optimizer is not None:
             runtime_of(self._optimizer).lose(f"Loading {self._stored.folder} failed ({type(error).__name__}: {error}).")
 
@@ -307,19 +311,15 @@ class _Load:
             self.is_loaded = True
 
     def _run(self) -> None:
-        optimizer = self._optimizer
+        runtime = None if self._optimizer is None else runtime_of(self._optimizer)
         synchronize_devices(self._model)
-        with ThreadPoolExecutor(_threads()) as pool:
+        with ThreadPoolExecutor(file_threads()) as pool:
             list(pool.map(self._load_tensor, self._tensors))
             self._load_objects()
-            if optimizer is not None:
-                group_of = runtime_of(optimizer).group_of()
-                list(
-                    pool.map(
-                        lambda held: self._load_state(held, group_of[held.param]), runtime_of(optimizer).all_states()
-                    )
-                )
-                runtime_of(optimizer).forget_lost_step()
+            if runtime is not None:
+                group_of = runtime.group_of()
+                list(pool.map(lambda held: self._load_state(held, group_of[held.param]), runtime.all_states()))
+                runtime.forget_lost_step()
         synchronize_devices(self._model)
 
     def _load_objects(self) -> None:
@@ -338,15 +338,15 @@ class _Load:
         local = local_of(value).detach()
         if is_dense(local):
             self._read(parts, flat_like(local, local))
-        else:  # with gaps in memory: through a copy of its own
+        else:  # with gaps in memory: read into a dense copy
             flat = flat_like(local, local)
             self._read(parts, flat)
             local.copy_(flat.as_strided(local.shape, torch.empty_like(local, device="meta").stride()))
 
-    def _read(self, parts: list[Part], line: torch.Tensor) -> None:
+    def _read(self, parts: list[Part], flat: torch.Tensor) -> None:
         for part in parts:
             for block in part.blocks(_BLOCK):
-                self._stored.read(block.name, block.box, into=block.of(line))
+                self._stored.read(block.name, block.box, into=block.of(flat))
 
     @torch.no_grad()
     def _load_state(self, held: ParamState, group: dict[str, Any]) -> None:
@@ -366,14 +366,14 @@ class _Load:
             self._load_split(held, name, MASTER_KEY in names)
 
     def _scalars(self, held: ParamState, name: str) -> dict[str, Any]:
-        """What is kept once for the parameter: where shards differed, that of those which are this rank's now."""
+        """State kept once per parameter; where shards differed, that of the shards that this rank holds now."""
         parts = self._layouts.parts(name, held.param)
         shards = [one for part in parts for one in self._unequal.get(part.name, ()) if _box(one).overlap(part.box)]
         own: dict[str, Any] = max(
             (one[2] for one in shards), key=lambda scalars: float(scalars.get("step", 0)), default={}
         )
         if len({str(one[2]) for one in shards}) > 1:
-            logger.warning("%s: shards that were updated unequally often are one now; it counts as the most", name)
+            logger.warning("%s: shards with different numbers of updates are joined; the largest number counts", name)
         found = {key: self._value(self._path(name, key)) for key in self._saved_keys(name) - held.rule.names}
         for key in found.keys() & own.keys():
             value = found[key]
@@ -390,7 +390,7 @@ class _Load:
                 )
 
     def _is_absent(self, held: ParamState, name: str) -> bool:
-        """Whether there was no state yet for what is this rank's shard now, though there was for others."""
+        """Whether this rank's shard had no state when the checkpoint was saved, though other shards had."""
         parts = self._layouts.parts(name, held.param)
         for part in parts:
             left = [part.box]
@@ -403,17 +403,17 @@ class _Load:
     def _load_master(self, held: ParamState, name: str, saved: bool) -> None:
         if saved:
             self._read(self._parts(held, name, MASTER_KEY), held.raw(MASTER_KEY))
-        else:  # the weight as it is now is the best there is
+        else:  # start from the weight, as without a checkpoint
             held.raw(MASTER_KEY).copy_(flat_like(held.local, held.local))
         held.present |= {MASTER_KEY}
 
     def _load_split(self, held: ParamState, name: str, saved: bool) -> None:
-        """Masters become low halves and tie bits, block by block."""
+        """Split masters into low halves and tie bits, block by block."""
         weight = flat_like(held.local, held.local)
         low, squares = held.raw(MASTER_LOW_KEY), held.raw("exp_avg_sq")
         assert self._optimizer is not None
         at_most = max(
-            1, int(self._optimizer.config.chunk_bytes) // (_SPLIT_BYTES * _threads())
+            1, int(self._optimizer.config.chunk_bytes) // (_SPLIT_BYTES * file_threads())
         )  # a chunk for all threads
 
         def rounded() -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
@@ -427,13 +427,13 @@ class _Load:
                     made = master_weights.split(master, block.of(squares).to("cpu"))
                     block.of(low).copy_(made[1])
                     block.of(squares).copy_(made[2])
-                    yield block.start if block.is_line else _places(block), made[0]
+                    yield block.start if block.is_contiguous else _places(block), made[0]
 
         held.rule.expect_weight(held, rounded())
         held.present |= {MASTER_LOW_KEY}
 
     def _extra(self) -> dict[str, Any]:
-        """What was saved as `extra`, nested again."""
+        """`extra` as it was saved, nested again."""
         result: dict[str, Any] = {}
         for name in self._stored.names:
             head, *path = name.split(".")
@@ -449,13 +449,8 @@ def _box(shard: Sequence[Any]) -> Box:
     return Box(tuple(shard[0]), tuple(shard[1]))
 
 
-def _under(part: Part, prefix: str, key: str | None = None) -> Part:
-    name = f"{prefix}.{part.name}" if key is None else f"{prefix}.{part.name}.{key}"
-    return Part(name, part.shape, part.box, part.start, part.strides)
-
-
 def _places(part: Part) -> torch.Tensor:
-    """Where in the line each element of the box is."""
+    """The position of each element of the box in the flat run."""
     places = torch.full((1,) * len(part.box.size), part.start)
     for dim, (length, stride) in enumerate(zip(part.box.size, part.strides, strict=True)):
         steps = stride * torch.arange(length)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: a checkpoint folder is complete when it has one, and sound when its files are what the manifest says.
+"""The manifest: a checkpoint folder is complete when it has one, and intact when its files match it.
 
-It is written last, under another name, and renamed into place: a save that was interrupted anywhere leaves a folder
-without one. It holds the size and checksum of every other file of the checkpoint, and a checksum of itself. Written by
-`saving.py`; `loading.py` verifies before it changes anything.
+It is written last, under another name, and renamed into place: an interrupted save leaves a folder without one. It
+holds the size and checksum of every other file of the checkpoint, and a checksum of itself.
 """
 
 from __future__ import annotations
@@ -24,6 +23,9 @@ from offstage.errors import CheckpointError
 
 logger = logging.getLogger("offstage")
 
+MARKER = ".offstage"
+"""Written first: a folder with it and without a manifest is an interrupted save."""
+METADATA = ".metadata"
 MANIFEST = "manifest.json"
 FORMAT = "offstage checkpoint"
 VERSION = 1
@@ -37,7 +39,7 @@ _USE_ANOTHER = "Use another checkpoint."
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file must be."""
+    """Size and checksum of a file."""
 
     nbytes: int
     crc32: int
@@ -45,20 +47,30 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the manifest of a complete checkpoint says."""
+    """The content of a manifest."""
 
     saved_at: int
-    """When it was written: nanoseconds since 1970."""
+    """Time of writing, in nanoseconds since 1970."""
     files: Mapping[str, FileSum]
     about: Mapping[str, Any]
-    """What the writer wanted to say about the checkpoint."""
+    """Number of ranks, versions and the like; for people."""
+
+
+def checked_folder(folder: str | os.PathLike[str] | None) -> Path:
+    """`folder` as a path; raises if it is `None`: `latest()` may have found nothing, on one rank only."""
+    if folder is None:
+        raise CheckpointError(
+            "Expected the folder of a checkpoint; found None, which latest() returns where no checkpoint is complete. "
+            "Name a folder; before loading, check the result of latest(), and start anew where it is None."
+        )
+    return Path(folder)
 
 
 # Writing #
 
 
 def sum_of(path: Path) -> FileSum:
-    """Size and checksum of a file. Sequential, and without the interpreter's lock: run files in threads."""
+    """Size and checksum of a file. Releases the GIL, so that several threads can sum several files."""
     nbytes = crc = 0
     buffer = memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
@@ -69,9 +81,9 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, files: Mapping[str, FileSum], *, about: Mapping[str, Any]) -> None:
-    """Make the checkpoint in `folder` complete. Its other files are on disk already: written, synchronised, closed.
+    """Make the checkpoint in `folder` complete. Its other files must be on disk: written, synchronised, closed.
 
-    `files` are all of them, by name, `.metadata` and empty ones included; `about` is plain data (what JSON can say).
+    `files` are all of them, by name, `.metadata` and empty ones included; `about` is data that JSON can represent.
     """
     content = {
         "format": FORMAT,
@@ -80,7 +92,7 @@ def write_manifest(folder: Path, files: Mapping[str, FileSum], *, about: Mapping
         "about": about,
         "files": {name: {"bytes": file.nbytes, "crc32": file.crc32} for name, file in sorted(files.items())},
     }
-    # Once through JSON, so that the checksum is of what a reader will see (tuples become lists, keys strings).
+    # Through JSON once, so that the checksum is of what a reader gets (tuples become lists, keys strings).
     content = json.loads(json.dumps(content, allow_nan=False))
     text = json.dumps(content | {"crc32": _own_sum(content)}, indent=1, ensure_ascii=False) + "\n"
     temporary = folder / _TEMPORARY
@@ -93,25 +105,25 @@ def write_manifest(folder: Path, files: Mapping[str, FileSum], *, about: Mapping
 
 
 def _own_sum(content: Mapping[str, Any]) -> int:
-    """The checksum of everything in the manifest but itself, whatever the order and the spaces in the file."""
+    """The checksum of the manifest's content without `crc32`, independent of order and spaces in the file."""
     rest = {key: value for key, value in content.items() if key != "crc32"}
     return zlib.crc32(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
 
 
 def sync_folder(folder: Path) -> None:
-    """A rename is durable when the folder is."""
+    """Make renames in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
+        if error.errno != errno.EINVAL:  # some file systems do not support it, and do not need it
             raise
     finally:
         os.close(descriptor)
 
 
 def sync_file(path: Path) -> None:
-    """What is in the file is on disk from now on."""
+    """Make the file's content durable."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -120,7 +132,7 @@ def sync_file(path: Path) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the manifest says; raises if the checkpoint is incomplete or the manifest itself is damaged."""
+    """Read the manifest; raise if the checkpoint is incomplete or the manifest itself is damaged."""
     path = folder / MANIFEST
     try:
         text = path.read_bytes()
@@ -157,7 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def is_complete(folder: str | os.PathLike[str]) -> bool:
-    """Whether the checkpoint was saved to its end. Whether its files are still what was saved is for `verify`."""
+    """Whether the checkpoint was saved to its end. `verify` checks that its files are still what was saved."""
     try:
         read_manifest(Path(folder))
     except CheckpointError:
@@ -171,7 +183,7 @@ def latest(root: str | os.PathLike[str]) -> Path | None:
     newest: tuple[int, str] | None = None
     for folder in root.iterdir() if root.is_dir() else ():
         if not (folder / MANIFEST).is_file():
-            continue  # a save that was interrupted or is not over, or something else
+            continue  # an interrupted or unfinished save, or another folder
         try:
             found = (read_manifest(folder).saved_at, folder.name)
         except CheckpointError as error:
@@ -188,9 +200,9 @@ def verify(
     checksums: bool = True,
     threads: int | None = None,
 ) -> None:
-    """Raise unless the files (`names`, or all of them) are there, as long as they were, with the same content.
+    """Raise unless the files (`names`, or all of them) exist with the recorded size and content.
 
-    Without `checksums` sizes alone are compared, which takes no reading. All files are looked at before it raises.
+    Without `checksums` only sizes are compared and no file is read. All files are checked before it raises.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)

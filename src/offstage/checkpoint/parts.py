@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes of saved tensors, and where their elements are in a local line. Pure index arithmetic, no torch.distributed.
+"""Boxes of saved tensors, and where their elements are in this rank's memory. Pure index arithmetic.
 
-A local line is what a rank holds of a parameter (or of one of its state tensors) as a 1-D tensor, in memory order. A
-checkpoint stores boxes: an offset and a size in a tensor's global shape. A `Part` ties the two. Used by `fused.py`,
-`saving.py` and `loading.py`; `stored.py` cuts what it reads with it.
+A rank holds its share of a parameter (or of one of its state tensors) as a flat run: a 1-D tensor, in memory order. A
+checkpoint stores boxes: an offset and a size in a tensor's global shape. A `Part` maps one to the other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements."""
+        """Number of elements."""
         return math.prod(self.size)
 
     def overlap(self, other: Box) -> Box | None:
@@ -55,7 +54,7 @@ class Box:
         rest = []
         offset, size = list(self.offset), list(self.size)
         for dim in range(len(size)):
-            # What lies before and after along this dim; the next dims cut only what is between.
+            # Cut off the elements before and after along this dim; later dims cut only the middle.
             start, stop = common.offset[dim], common.offset[dim] + common.size[dim]
             for first, last in ((offset[dim], start), (stop, offset[dim] + size[dim])):
                 if first < last:
@@ -68,21 +67,21 @@ class Box:
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a saved tensor, and where its elements are in a local line."""
+    """A box of a saved tensor, and where its elements are in the flat run."""
 
     name: str
-    """The saved tensor's name (of a fused parameter's part: its own)."""
+    """The saved tensor's name; each part of a fused parameter has its own."""
     shape: tuple[int, ...]
     """The saved tensor's global shape."""
     box: Box
     start: int
-    """The box's first element is element `start` of the line."""
+    """The box's first element is element `start` of the flat run."""
     strides: tuple[int, ...]
-    """Element (i, j, …) of the box is element `start + i * strides[0] + j * strides[1] + …` of the line."""
+    """Element (i, j, …) of the box is element `start + i * strides[0] + j * strides[1] + …` of the run."""
 
     @property
-    def is_line(self) -> bool:
-        """Whether the box's elements, in row-major order, lie one behind the other in the line."""
+    def is_contiguous(self) -> bool:
+        """Whether the box's elements, in row-major order, are contiguous in the flat run."""
         inner = 1
         for length, stride in zip(reversed(self.box.size), reversed(self.strides), strict=True):
             if length != 1 and stride != inner:
@@ -92,18 +91,22 @@ class Part:
 
     @property
     def span(self) -> int:
-        """How many elements of the line there are from the box's first to its last."""
+        """Elements of the flat run from the box's first to its last, both included."""
         return 1 + sum((length - 1) * stride for length, stride in zip(self.box.size, self.strides, strict=True))
 
-    def of(self, line: torch.Tensor) -> torch.Tensor:
-        """The box's elements, in the box's shape: a view of `line`."""
-        return line.as_strided(self.box.size, self.strides, line.storage_offset() + self.start)
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """The box's elements, in the box's shape: a view of `flat`."""
+        return flat.as_strided(self.box.size, self.strides, flat.storage_offset() + self.start)
 
     def inner(self, box: Box) -> Part:
-        """The part for `box`, which lies inside this part's box."""
+        """The part for `box`, which is inside this part's box."""
         moved = box.within(self.box).offset
         start = self.start + sum(i * stride for i, stride in zip(moved, self.strides, strict=True))
         return dataclasses.replace(self, box=box, start=start)
+
+    def renamed(self, name: str) -> Part:
+        """The same elements, of a saved tensor with another name."""
+        return dataclasses.replace(self, name=name)
 
     def blocks(self, max_numel: int) -> Iterator[Part]:
         """Parts of at most `max_numel` elements (and at least one), in row-major order, outer dims cut first."""
@@ -112,7 +115,7 @@ class Part:
 
 
 def whole(name: str, shape: Sequence[int], box: Box, strides: Sequence[int] | None = None) -> Part:
-    """The part whose box is the whole local line, which is row-major unless `strides` says otherwise."""
+    """The part whose box is the whole flat run, row-major unless `strides` is given."""
     return Part(name, tuple(shape), box, 0, row_major(box.size) if strides is None else tuple(strides))
 
 
@@ -128,7 +131,7 @@ def blocks_of(box: Box, max_numel: int) -> Iterator[Box]:
     if not box.size:
         yield box
         return
-    # The dim to cut is the outermost one of which a single row fits; the dims before it advance one by one.
+    # Cut the outermost dim of which a single row fits; the dims before it advance one element at a time.
     dim = 0
     while dim < len(box.size) - 1 and math.prod(box.size[dim + 1 :]) > max_numel:
         dim += 1

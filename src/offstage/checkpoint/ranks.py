@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks agree: what fails on one is raised on all, and nobody waits for a rank that has given up."""
+"""`Ranks`: the processes of one save or load. An error on one rank is raised on all, so that none waits for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 import torch.distributed as dist
 
 from offstage.errors import CheckpointError
+from offstage.memory.cpus import ranks_on_this_host, usable_cpus
+
+_MAX_THREADS = 16
 
 
 class Ranks:
-    """The processes that save or load one checkpoint together; one alone if there is no process group."""
+    """The processes that work on one checkpoint together; a single one if there is no process group."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -30,18 +33,23 @@ class Ranks:
         return values
 
     @contextlib.contextmanager
-    def agreeing(self, what: str) -> Iterator[None]:
-        """Leave the block together: if it raises on any rank, it raises on all."""
+    def failing_together(self, what: str) -> Iterator[None]:
+        """Ranks leave the block together: an error on any rank is raised on all."""
         error: BaseException | None = None
         try:
             yield
-        except BaseException as raised:  # Ctrl-C too: the others are on their way to the same place
+        except BaseException as raised:  # Ctrl-C too: the other ranks are about to gather
             error = raised
-        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        errors = self.gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        failed = {rank: text for rank, text in enumerate(told) if text is not None}
+        failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
             others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
             raise CheckpointError(f"{what} failed on rank {rank}{others}, so on all: {text}")
+
+
+def file_threads() -> int:
+    """Threads with which one rank reads or writes files: its share of this host's CPUs."""
+    return max(1, min(_MAX_THREADS, usable_cpus() // ranks_on_this_host()))

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines: a rank's elements of one saved tensor, read piece by piece in the form that is saved.
+"""Readers: this rank's elements of one saved tensor, read piece by piece in the form in which they are saved.
 
-State that is kept in another form than it is saved in (split masters) takes that form while it is read, a block at a
-time; state of a snapshot is read from where it was when the snapshot was taken. Made by `catalogue.py`, read by
-`writer.py`.
+State whose saved form differs from the one in memory (split masters) is converted as it is read, a block at a time.
+State of a snapshot is read as it was when the snapshot was taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+import abc
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -17,17 +16,19 @@ from offstage.engine.snapshot import Snapshot
 from offstage.rules import master_weights
 
 
-class Line(Protocol):
-    """Elements in memory order. Reading happens in the writer's threads."""
+class Reader(abc.ABC):
+    """Reads elements in memory order, from the writer's threads."""
 
+    @abc.abstractmethod
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Elements `[start, stop)` on the host."""
 
-    def places(self) -> Iterator[tuple[Snapshot, int]]:
-        """What of snapshots it reads: the snapshot, and a parameter's position in it."""
+    def snapshots(self) -> Iterator[tuple[Snapshot, int]]:
+        """Each snapshot that is read, with the parameter's position in it."""
+        return iter(())
 
 
-class Plain:
+class TensorReader(Reader):
     """A flat tensor, on the host or on a device."""
 
     def __init__(self, flat: torch.Tensor) -> None:
@@ -36,11 +37,8 @@ class Plain:
     def read(self, start: int, stop: int) -> torch.Tensor:
         return self._flat[start:stop].to("cpu")
 
-    def places(self) -> Iterator[tuple[Snapshot, int]]:
-        return iter(())
 
-
-class Kept:
+class SnapshotReader(Reader):
     """State in an arena, as it was when the snapshot was taken."""
 
     def __init__(self, snapshot: Snapshot, index: int, key: str) -> None:
@@ -52,12 +50,12 @@ class Kept:
         self._snapshot.read(self._index, self._key, start, stop, into=block)
         return block
 
-    def places(self) -> Iterator[tuple[Snapshot, int]]:
+    def snapshots(self) -> Iterator[tuple[Snapshot, int]]:
         yield self._snapshot, self._index
 
 
-class Zeros:
-    """State that has not been created on this rank, though it may have been on others that hold the same parameter."""
+class ZeroReader(Reader):
+    """State that this rank has not created, though other ranks that hold the same parameter may have."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -65,46 +63,31 @@ class Zeros:
     def read(self, start: int, stop: int) -> torch.Tensor:
         return torch.zeros(stop - start, dtype=self._dtype)
 
-    def places(self) -> Iterator[tuple[Snapshot, int]]:
-        return iter(())
 
+class ConvertedReader(Reader):
+    """What `convert` makes of the same elements of each of `sources`."""
 
-class Widened:
-    """Masters that are the weights: none were made yet, or someone else wrote the weights since."""
-
-    def __init__(self, weight: Line) -> None:
-        self._weight = weight
+    def __init__(self, convert: Callable[..., torch.Tensor], *sources: Reader) -> None:
+        self._convert, self._sources = convert, sources
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._weight.read(start, stop).to(torch.float32)
+        return self._convert(*(source.read(start, stop) for source in self._sources))
 
-    def places(self) -> Iterator[tuple[Snapshot, int]]:
-        return self._weight.places()
+    def snapshots(self) -> Iterator[tuple[Snapshot, int]]:
+        for source in self._sources:
+            yield from source.snapshots()
 
 
-class Joined:
+def weight_as_master(weight: Reader) -> Reader:
+    """Masters that equal the weights: none exist yet, or code outside the optimizer has written the weights since."""
+    return ConvertedReader(lambda block: block.to(torch.float32), weight)
+
+
+def joined_master(weight: Reader, low: Reader, squares: Reader) -> Reader:
     """Split masters, joined."""
-
-    def __init__(self, weight: Line, low: Line, squares: Line) -> None:
-        self._lines = (weight, low, squares)
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        weight, low, squares = (line.read(start, stop) for line in self._lines)
-        return master_weights.join(weight, low, squares)[0]
-
-    def places(self) -> Iterator[tuple[Snapshot, int]]:
-        for line in self._lines:
-            yield from line.places()
+    return ConvertedReader(lambda *blocks: master_weights.join(*blocks)[0], weight, low, squares)
 
 
-class Unsigned:
-    """`exp_avg_sq` without the bit that it carries for split masters."""
-
-    def __init__(self, squares: Line) -> None:
-        self._squares = squares
-
-    def read(self, start: int, stop: int) -> torch.Tensor:
-        return self._squares.read(start, stop).abs()
-
-    def places(self) -> Iterator[tuple[Snapshot, int]]:
-        return self._squares.places()
+def without_sign(squares: Reader) -> Reader:
+    """`exp_avg_sq` without the bit of the split master that it carries in its sign."""
+    return ConvertedReader(torch.abs, squares)

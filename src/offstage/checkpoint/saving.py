@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save` and `async_save`: a checkpoint folder that is complete or recognisably not.
+"""`save` and `async_save`: a checkpoint folder that is complete or recognisably incomplete.
 
-The folder gets its data files, then `.metadata`, and last a manifest with the checksums of all of them, renamed into
-place: whoever is killed on the way leaves a folder without a manifest. See docs/state_dict.md for the format.
+The data files are written first, then `.metadata`, and last a manifest with the checksums of all of them, renamed into
+place: a process killed on the way leaves a folder without a manifest. See docs/state_dict.md for the format.
 """
 
 from __future__ import annotations
@@ -25,29 +25,42 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from offstage.checkpoint.catalogue import Catalogue, CountingStaging, SnapshotStaging, Staging, catalogue_of
+from offstage.checkpoint.catalogue import (
+    Catalogue,
+    CountingStaging,
+    SnapshotStaging,
+    Staging,
+    catalogue_of,
+    checked_optimizer,
+    synchronize_devices,
+)
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, FileSum, sum_of, sync_file, sync_folder, write_manifest
-from offstage.checkpoint.ranks import Ranks
-from offstage.checkpoint.stored import METADATA
+from offstage.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    METADATA,
+    FileSum,
+    checked_folder,
+    sum_of,
+    sync_file,
+    sync_folder,
+    write_manifest,
+)
+from offstage.checkpoint.ranks import Ranks, file_threads
 from offstage.checkpoint.writer import Planner, Writer
 from offstage.config import format_size
 from offstage.engine.snapshot import Snapshot
-from offstage.errors import CheckpointError, ConfigError, HostMemoryError
+from offstage.errors import CheckpointError, HostMemoryError
 from offstage.memory.arena import check_host_memory
-from offstage.memory.cpus import ranks_on_this_host, usable_cpus
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 
-MARKER = ".offstage"
-"""There from the beginning: a folder with it and without a manifest is a save that did not come to its end."""
-_MAX_THREADS = 16
 logger = logging.getLogger("offstage")
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp|\.manifest\.json\.tmp")
 _locked = threading.Lock()
 _under_way: set[Path] = set()
 _last: AsyncSave | None = None
 _background: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
-"""For each default process group: one of the same ranks for saves that go on beside training's own collectives."""
+"""Default process group → a second group of the same ranks, for saves that run beside training's collectives."""
 
 
 def save(
@@ -61,17 +74,14 @@ def save(
 ) -> None:
     """Save `model`, `optimizer` and `extra` to `folder`, which is complete when this returns. Every rank calls it.
 
-    `extra` is nested dicts of tensors and of what `torch.load(weights_only=True)` can load; where ranks differ, use
-    different keys. `splitter` says which parameters are saved under split names (`split_as`).
+    `extra` is nested dicts of tensors and of objects that `torch.load(weights_only=True)` can load; values that differ
+    between ranks need different keys. `splitter` decides which parameters are saved under split names (`split_as`).
     """
     ranks = Ranks(group)
     with contextlib.ExitStack() as until_written:
-        with ranks.agreeing("Preparing the checkpoint"):
+        with ranks.failing_together("Preparing the checkpoint"):
             path = checked_folder(folder)
-            offloaded = checked_optimizer(optimizer)
-            if offloaded is not None:
-                runtime_of(offloaded).check_not_lost()
-                runtime_of(offloaded).drain_state()
+            offloaded = _drained(optimizer)
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
             synchronize_devices(model)
             until_written.enter_context(_alone_in(path))
@@ -80,7 +90,7 @@ def save(
 
 
 class AsyncSave:
-    """A save under way. `result()` waits for it and raises what went wrong."""
+    """A save in the background. `result()` waits for it and raises its error, if there was one."""
 
     def __init__(self) -> None:
         self.folder = Path()
@@ -95,24 +105,24 @@ class AsyncSave:
 
     @property
     def extra_bytes(self) -> int:
-        """Host memory taken for the save beyond the state itself, at most so far: weights, and chunks copied."""
+        """Peak host memory of the save beyond the state itself so far: copies of weights and of chunks."""
         staged = self._staging.nbytes if self._staging is not None else 0
         return max(self._extra_bytes, staged + sum(one.copied_bytes for one in self._snapshots.values()))
 
     def done(self) -> bool:
-        """Whether it is over, one way or the other."""
+        """Whether the save has ended, successfully or not."""
         return self._over.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is over, one way or the other."""
-        settle = self._settle() if self._settle is not None else None  # the optimizer may be gone
+        """Wait until the save has ended, successfully or not."""
+        settle = self._settle() if self._settle is not None else None  # None: the optimizer no longer exists
         if settle is not None:
             settle()
         if not self._over.wait(timeout):
             raise TimeoutError(f"The save to {self.folder} is not over after {timeout} s.")
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is complete; raise what went wrong."""
+        """Wait until the checkpoint is complete; raise the error of the save, if there was one."""
         self.wait(timeout)
         if self._error is not None:
             raise self._error
@@ -126,18 +136,16 @@ class AsyncSave:
         splitter: Splitter,
         ranks: Ranks,
     ) -> None:
-        """Everything that must be as it is now is copied, or known to be kept."""
+        """Copy the state of this moment, or register it with snapshots."""
         self.folder = checked_folder(folder)
-        offloaded = checked_optimizer(optimizer)
-        if offloaded is not None:
-            runtime_of(offloaded).check_not_lost()
-            runtime_of(offloaded).drain_state()
+        offloaded = _drained(optimizer)
         count = CountingStaging()
         catalogue_of(model, offloaded, extra, splitter, count)
-        _check_room(offloaded, sum(count.needed.values()))
+        _check_host_memory(offloaded, sum(count.needed.values()))
         if offloaded is not None:
-            self._snapshots = runtime_of(offloaded).take_snapshots()
-            self._settle = weakref.WeakMethod(runtime_of(offloaded).settle_snapshots)
+            runtime = runtime_of(offloaded)
+            self._snapshots = runtime.take_snapshots()
+            self._settle = weakref.WeakMethod(runtime.settle_snapshots)
         pin = offloaded is None or offloaded.config.pin_memory
         self._staging = SnapshotStaging(self._snapshots, count.needed, pin=pin)
         self._catalogue = catalogue_of(model, offloaded, extra, splitter, self._staging)
@@ -158,7 +166,7 @@ class AsyncSave:
             self._end()
 
     def _end(self) -> None:
-        """It is over: nothing that it needed is kept."""
+        """Release everything that the save needed, and report its end."""
         global _last
         _last = None
         self._extra_bytes = self.extra_bytes
@@ -179,19 +187,19 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     splitter: Splitter = by_metadata,
 ) -> AsyncSave:
-    """The same, in the background: what is saved is the state at the moment of the call. Every rank calls it.
+    """Save the state of this moment in the background. Every rank calls it.
 
-    Weights and resident state are copied now. State on the host is read while training goes on; chunks that an update
-    is about to overwrite are copied first. The copies take at most as much memory as all that is saved, weights
-    included, which `host_budget` must allow. A second save waits until the first is complete.
+    Weights and resident state are copied now. State on the host is read while training continues; chunks that an update
+    is about to overwrite are copied first. The copies take at most as much memory as everything saved, weights
+    included, which `host_budget` must allow. A second save waits until the first has ended.
     """
     global _last
     if (previous := _last) is not None:
-        previous.wait()  # its ranks talk to each other over the same process group
+        previous.wait()  # both would use the same process group
     ranks = Ranks(_background_group())
     started = AsyncSave()
     try:
-        with ranks.agreeing("Preparing the checkpoint"):
+        with ranks.failing_together("Preparing the checkpoint"):
             started._prepare(folder, model, optimizer, extra or {}, splitter, ranks)
         _last = started
         threading.Thread(target=started._run, args=(ranks,), name="offstage-save", daemon=False).start()
@@ -202,16 +210,17 @@ def async_save(
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Whoever keeps the error keeps what it says, and not all that was where it came from: the state, for one."""
+    """Drop the tracebacks, whose frames would keep the state alive as long as the error."""
     if error is not None:
         error.__traceback__ = None
         _forget_frames(error.__cause__)
         _forget_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
 
-def _check_room(optimizer: OffloadedOptimizer | None, copies: int) -> None:
-    """Raise, with numbers, if `copies` beside the state, and a copy of the state, are more than the host may take."""
-    state = sum(engine.transport.host_bytes for engine in runtime_of(optimizer).engines) if optimizer is not None else 0
+def _check_host_memory(optimizer: OffloadedOptimizer | None, copies: int) -> None:
+    """Raise if the host cannot hold `copies` bytes and a second copy of the state."""
+    engines = runtime_of(optimizer).engines if optimizer is not None else []
+    state = sum(engine.transport.host_bytes for engine in engines)
     budget = optimizer.config.host_budget if optimizer is not None else None
     try:
         check_host_memory(copies + state, None if budget is None else int(budget), already_bytes=state)
@@ -219,20 +228,20 @@ def _check_room(optimizer: OffloadedOptimizer | None, copies: int) -> None:
         allowed = "" if budget is None else f"; host_budget is {format_size(int(budget))}"
         raise HostMemoryError(
             f"async_save() copies {format_size(copies)} now and may copy all {format_size(state)} of state on the host "
-            f"while training goes on: {format_size(copies + 2 * state)} with the state itself{allowed}. Use "
+            f"while training continues: {format_size(copies + 2 * state)} with the state itself{allowed}. Use "
             "save(), which copies nothing, or raise host_budget."
         ) from error
 
 
 @contextlib.contextmanager
 def _while_grouped(folder: Path, ranks: Ranks) -> Iterator[None]:
-    """Whoever destroys the process group meanwhile is told so, and the other ranks do not wait for this one."""
+    """If the process group is destroyed during the save, raise an error that says so, and release the other ranks."""
     try:
         yield
     except Exception as error:
         if ranks.alone or dist.is_initialized():
             raise
-        _background.clear()  # the others wait as long as this rank has its end of the connection
+        _background.clear()  # the other ranks wait while this rank keeps its connection open
         raise CheckpointError(
             f"{folder}: the process group was destroyed before the save was complete. Expected it to stay until then. "
             "The folder is incomplete and will not be loaded. Wait first: result() of what async_save() returned."
@@ -250,42 +259,23 @@ def _background_group() -> dist.ProcessGroup | None:
     return _background[default]
 
 
-def checked_folder(folder: str | os.PathLike[str] | None) -> Path:
-    """Raise if there is none: `latest()` may have found nothing, and on one rank only."""
-    if folder is None:
-        raise CheckpointError(
-            "Expected the folder of a checkpoint; found None, which latest() returns where no checkpoint is complete. "
-            "Name a folder; to load, ask latest() first, and begin anew where it has none."
-        )
-    return Path(folder)
-
-
-def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | None:
-    """Raise if it is not one of ours."""
-    if optimizer is not None and not isinstance(optimizer, OffloadedOptimizer):
-        raise ConfigError(
-            f"offstage.checkpoint expects the optimizer that offload() returned; found {type(optimizer).__name__}. "
-            "Save it with torch.distributed.checkpoint (get_optimizer_state_dict), or offload it with fraction=0.0: "
-            "the formats are the same."
-        )
-    return optimizer
-
-
-def synchronize_devices(model: nn.Module) -> None:
-    """Threads that read or write tensors of `model` do so on streams of their own."""
-    for device in {param.device for param in model.parameters()}:
-        if device.type not in ("cpu", "meta"):
-            torch.accelerator.synchronize(device)
+def _drained(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | None:
+    """`checked_optimizer`, with no step lost and all of its state stored."""
+    offloaded = checked_optimizer(optimizer)
+    if offloaded is not None:
+        runtime_of(offloaded).check_not_lost()
+        runtime_of(offloaded).drain_state()
+    return offloaded
 
 
 def _prepare(folder: Path, ranks: Ranks) -> None:
-    """An empty folder. What an interrupted save has left is removed; everything else is somebody's."""
+    """Make an empty folder. Files of an interrupted save are removed; any other file raises."""
     if ranks.rank != 0:
         return
     with _named(folder):
         if folder.exists() and any(folder.iterdir()):
             _check_interrupted(folder)
-            # The marker last: whoever is killed here leaves what is still known as an interrupted save.
+            # The marker last: a process killed here leaves a folder that still counts as an interrupted save.
             for path in sorted(folder.iterdir(), key=lambda path: (path.name == MARKER, path.name != METADATA)):
                 path.unlink()
         folder.mkdir(parents=True, exist_ok=True)
@@ -293,7 +283,7 @@ def _prepare(folder: Path, ranks: Ranks) -> None:
 
 
 def _check_interrupted(folder: Path) -> None:
-    """Raise unless all of `folder` is what a save of ours leaves that did not come to its end."""
+    """Raise unless everything in `folder` was left by an interrupted save."""
     names = {path.name for path in folder.iterdir()}
     if MANIFEST in names or (METADATA in names and MARKER not in names):
         raise CheckpointError(
@@ -302,14 +292,14 @@ def _check_interrupted(folder: Path) -> None:
     strange = sorted(name for name in names if name not in (METADATA, MARKER) and not _DATA.fullmatch(name))
     if strange or MARKER not in names:
         raise CheckpointError(
-            f"{folder} holds {(strange or sorted(names))[0]!r}, which no save has left there; expected an empty or new "
-            "folder. Choose another name."
+            f"{folder} holds {(strange or sorted(names))[0]!r}, which is not of an interrupted save; expected an empty "
+            "or new folder. Choose another name."
         )
 
 
 @contextlib.contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """The system's errors with the folder and what to do."""
+    """Add the folder and the remedy to errors of the file system."""
     try:
         yield
     except OSError as error:
@@ -321,7 +311,7 @@ def _named(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Raise if another save of this process writes to `folder`."""
+    """Raise if another save of this process is writing to `folder`."""
     path = folder.absolute()
     with _locked:
         if path in _under_way:
@@ -339,8 +329,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
     started = time.time()
-    threads = max(1, min(_MAX_THREADS, usable_cpus() // ranks_on_this_host()))
-    writer, planner = Writer(folder, threads), Planner(catalogue, ranks.size)
+    writer, planner = Writer(folder, file_threads()), Planner(catalogue, ranks.size)
     try:
         if ranks.alone:
             _write_alone(writer, planner)
@@ -356,10 +345,10 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
             "again."
         ) from cause
     sums = ranks.gather(writer.sums)
-    with ranks.agreeing("Completing the checkpoint"), _named(folder):
+    with ranks.failing_together("Completing the checkpoint"), _named(folder):
         if ranks.rank == 0:
             files = {name: one for each in sums for name, one in each.items()}
-            for name in (METADATA, MARKER):  # torch has not made sure of the first
+            for name in (METADATA, MARKER):  # torch does not synchronise the first
                 sync_file(folder / name)
             sync_folder(folder.parent)
             files |= {name: sum_of(folder / name) for name in (METADATA, MARKER)}
@@ -369,7 +358,7 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
 
 
 def _check_shared(folder: Path, files: Mapping[str, FileSum]) -> None:
-    """Raise if what other ranks wrote is not here: each would have a part of the checkpoint, and nobody all of it."""
+    """Raise if files of other ranks are missing here: without a shared folder no rank has the whole checkpoint."""
     for name, expected in files.items():
         path = folder / name
         if not path.exists() or path.stat().st_size != expected.nbytes:
@@ -380,7 +369,7 @@ def _check_shared(folder: Path, files: Mapping[str, FileSum]) -> None:
 
 
 def _write_alone(writer: Writer, planner: Planner) -> None:
-    """What `torch.distributed.checkpoint` does over all ranks, for one process without a process group."""
+    """The steps of `torch.distributed.checkpoint` for a single process without a process group."""
     try:
         writer.set_up_storage_writer(True)
         planner.set_up_planner({}, is_coordinator=True)

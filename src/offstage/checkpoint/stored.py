@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `torch.distributed.checkpoint` folder opened for reading: any box of any tensor, straight from the mapped files.
 
-The folder is one that `saving.py` wrote or stock `dcp.save`, under any sharding. Its files are mapped read-only, and a
-box is copied from the mapping to where it belongs, so loading takes no memory of its own: what the mapping shows is
-the page cache. Nothing in the folder is trusted to be code: `.metadata` is read by an unpickler that knows the classes
-of the format and no others, everything else with `weights_only=True`. Used by `loading.py`.
+`offstage.checkpoint.save` or stock `dcp.save` wrote the folder, under any sharding. Its files are mapped read-only, and
+a box is copied from the mapping to its destination, so loading takes no memory of its own beside the page cache. No
+code in the folder is run: `.metadata` is read by an unpickler that knows the classes of the format and no others,
+everything else with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.serialization import _get_layout
 
 from offstage.checkpoint.archive import FileView, Header, read_header
+from offstage.checkpoint.manifest import METADATA
 from offstage.checkpoint.parts import Box, blocks_of
 from offstage.errors import CheckpointError
 
-METADATA = ".metadata"
 BLOCK_BYTES = 4 * 1024 * 1024
 """The most that is copied at once where a copy needs host memory: to a device, or from data that is not aligned."""
 
@@ -39,15 +39,15 @@ _USE_ANOTHER = "Use another checkpoint."
 
 
 class Item(NamedTuple):
-    """Where one stored chunk or object is: a range of bytes of a file."""
+    """Where one stored box or object is: a range of bytes of a file."""
 
     file: str
     offset: int
     length: int
 
 
-class Chunk(NamedTuple):
-    """A stored box of a tensor."""
+class StoredBox(NamedTuple):
+    """A box of a tensor, and where it is stored."""
 
     box: Box
     item: Item
@@ -63,7 +63,7 @@ class Stored:
         self.folder = Path(folder)
         self._path = self.folder / METADATA
         saved = _read_metadata(self._path)
-        self._chunks: dict[str, list[Chunk]] = {}
+        self._chunks: dict[str, list[StoredBox]] = {}
         self._objects: dict[str, Item] = {}
         self._headers: dict[Item, Header] = {}
         self._files: dict[str, _Mapped] = {}
@@ -121,10 +121,10 @@ class Stored:
                 f"size to read it into; found {box} and a tensor of shape {tuple(into.shape)}. Read a box that the "
                 "tensor has."
             )
-        sources: list[tuple[Chunk, Box]] = []
+        sources: list[tuple[StoredBox, Box]] = []
         missing = [box] if box.numel else []
         for chunk in self._chunks[name]:
-            # Chunks may overlap (a tensor that several ranks saved): every element is read once.
+            # Stored boxes may overlap (several ranks saved the tensor): every element is read once.
             sources += [(chunk, common) for rest in missing if (common := rest.overlap(chunk.box)) is not None]
             missing = [piece for rest in missing for piece in rest.without(chunk.box)]
         if missing:
@@ -132,7 +132,7 @@ class Stored:
                 f"{self._path}: expected chunks of {name!r}, shape {shape}, that cover {box}; found none for "
                 f"{missing[0]}. What some rank held was not saved. {_USE_ANOTHER}"
             )
-        # All headers before the first copy: what can be found wrong is found while `into` is as it was.
+        # Read all headers before the first copy, so that an error leaves `into` unchanged.
         headers = [self._header(name, chunk) for chunk, _ in sources]
         for (chunk, wanted), header in zip(sources, headers, strict=True):
             self._copy(chunk, header, wanted, _at(into, wanted.within(box)))
@@ -153,7 +153,7 @@ class Stored:
                 return torch.load(view, map_location="cpu", weights_only=True)
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged item fails anywhere in torch's reader or in the unpickler
+        except Exception as error:  # a damaged item can fail anywhere in torch's reader or in the unpickler
             raise CheckpointError(
                 f"{self.folder / item.file}: expected {name!r} as torch.save writes it, with nothing in it that "
                 f"torch.load(weights_only=True) refuses; found {type(error).__name__}: "
@@ -161,8 +161,8 @@ class Stored:
                 "another checkpoint, or save plain data."
             ) from error
 
-    def _copy(self, chunk: Chunk, header: Header, box: Box, into: torch.Tensor) -> None:
-        """The elements `box`, all of which `chunk` has, to `into`."""
+    def _copy(self, chunk: StoredBox, header: Header, box: Box, into: torch.Tensor) -> None:
+        """Copy the elements `box`, all of which are in `chunk`, to `into`."""
         file = self._mapped(chunk.item.file)
         inside = box.within(chunk.box)
         width = header.dtype.itemsize
@@ -171,7 +171,7 @@ class Stored:
             if aligned and _is_host(into):
                 into.copy_(_at(file.tensor(header), inside))
                 return
-            # One buffer for all blocks: the allocator would keep several of this size.
+            # One buffer for all blocks: the allocator would cache several of this size.
             buffer = torch.empty(0 if aligned else min(BLOCK_BYTES, inside.numel * width), dtype=torch.uint8)
             for block in blocks_of(inside, BLOCK_BYTES // width):
                 source = _at(file.tensor(header), block) if aligned else file.aligned(header, block, buffer)
@@ -189,16 +189,18 @@ class Stored:
             )
         return found
 
-    def _chunks_of(self, name: str, entry: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any]) -> list[Chunk]:
+    def _chunks_of(
+        self, name: str, entry: TensorStorageMetadata, storage: Mapping[MetadataIndex, Any]
+    ) -> list[StoredBox]:
         shape = _ints(entry.size)
         chunks = []
         for saved in entry.chunks:
             box = Box(_ints(saved.offsets), _ints(saved.sizes))
             if not _inside(box, shape):
                 raise ValueError(f"{name!r} of shape {shape} has a chunk {box}")
-            # A rank that has nothing of a tensor may list an empty chunk; nothing need be stored for it.
+            # A rank without elements of a tensor may list an empty box, for which nothing is stored.
             if box.numel:
-                chunks.append(Chunk(box, self._item(storage[MetadataIndex(name, saved.offsets)])))
+                chunks.append(StoredBox(box, self._item(storage[MetadataIndex(name, saved.offsets)])))
         return chunks
 
     def _item(self, info: Any) -> Item:
@@ -214,8 +216,8 @@ class Stored:
         offset, length = _ints((info.offset, info.length))
         return Item(str(path), offset, length)
 
-    def _header(self, name: str, chunk: Chunk) -> Header:
-        """Where the chunk's elements are; read once, and checked against what the metadata says."""
+    def _header(self, name: str, chunk: StoredBox) -> Header:
+        """Where the elements of `chunk` are; read once, and checked against the metadata."""
         header = self._headers.get(chunk.item)
         if header is None:
             file = self._mapped(chunk.item.file)
@@ -246,7 +248,7 @@ class _Mapped:
         try:
             with path.open("rb") as file:
                 self.nbytes = os.fstat(file.fileno()).st_size
-                # An empty file cannot be mapped; no item is in it.
+                # An empty file cannot be mapped and contains no item.
                 self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) if self.nbytes else None
         except OSError as error:
             raise CheckpointError(
@@ -256,7 +258,7 @@ class _Mapped:
         self._bytes = _as_bytes(self._map) if self._map is not None else torch.empty(0, dtype=torch.uint8)
 
     def open(self) -> BinaryIO:
-        """The file itself: for headers, which are found by reading and seeking."""
+        """The file itself, for reading and seeking headers."""
         return self.path.open("rb", buffering=0)
 
     def check(self, item: Item) -> None:
@@ -289,8 +291,8 @@ class _Mapped:
 def _as_bytes(mapping: mmap.mmap) -> torch.Tensor:
     """The mapping as a tensor of bytes that keeps it mapped.
 
-    Through its address, because torch warns about a buffer that it must not write to. Nothing here writes; and a
-    mapping that may be written to would have to fit into memory.
+    Made from its address, because torch warns about read-only buffers. Nothing here writes to it, and a private
+    writable mapping would have to fit into memory.
     """
     array = np.frombuffer(mapping, dtype=np.uint8)
     buffer = (ctypes.c_uint8 * len(mapping)).from_address(array.ctypes.data)
@@ -320,7 +322,7 @@ def _inside(box: Box, shape: Sequence[int]) -> bool:
 
 
 def _get_mem_format(owner: Any, name: str) -> Any:
-    """`getattr`, which some Pythons pickle an enum's member with, for the one enum of the format."""
+    """`getattr` restricted to the one enum of the format: some Python versions pickle enum members with it."""
     if owner is not metadata._MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"getattr of {owner!r}")
     return owner[name]
@@ -346,7 +348,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _get_layout,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("builtins", "getattr"): _get_mem_format,
-    # Where the checkpoint was saved: kept as a name, whatever the system it is read on.
+    # The path the checkpoint was saved to: read as a pure path on any system.
     **{
         (module, kind): pathlib.PureWindowsPath if "Windows" in kind else PurePosixPath
         for module in ("pathlib", "pathlib._local")
@@ -356,12 +358,12 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of the format. A pickle can name any function to call: this one finds no others."""
+    """Finds the classes of the format and no others: a pickle can name any function to call."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (known := _ALLOWED.get((module, name))) is not None:
             return known
-        # Not getattr: torch imports some of its modules when they are asked for.
+        # Not getattr: torch imports some of its modules on attribute access.
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"{module}.{name}, which is not part of the format")
@@ -369,14 +371,14 @@ class _Unpickler(pickle.Unpickler):
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        # Read whole: the unpickler reads many small pieces.
+        # Read at once: the unpickler reads many small pieces.
         saved = _Unpickler(io.BytesIO(path.read_bytes())).load()
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: expected the metadata of a torch.distributed.checkpoint folder; found no such file. Check the "
             "folder's name; if it is right, the save was interrupted: use another checkpoint."
         ) from None
-    except Exception as error:  # a damaged pickle fails in any way
+    except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
             f"{path}: expected the metadata of a torch.distributed.checkpoint folder, with its classes only; found "
             f"{type(error).__name__}: {error}. The file is damaged or of another format. {_USE_ANOTHER}"

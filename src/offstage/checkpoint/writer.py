@@ -2,8 +2,7 @@
 """Planner and storage writer for `torch.distributed.checkpoint`: a catalogue goes to files, block by block.
 
 The protocol is DCP's own: every rank describes what it holds, the coordinator removes duplicates and makes the
-metadata, every rank writes its files. Items are in the format of `torch.save`, so that any reader of DCP folders can
-read them. Used by `saving.py`.
+metadata, every rank writes its files. Items are in the format of `torch.save`, which any reader of DCP folders reads.
 """
 
 from __future__ import annotations
@@ -37,18 +36,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from offstage.checkpoint.archive import ALIGN, write_tensor
-from offstage.checkpoint.catalogue import GROUPS, OPTIM, Catalogue, Entry, merged_groups
+from offstage.checkpoint.archive import ALIGN, pickled, write_tensor
+from offstage.checkpoint.catalogue import ABSENT_SHARDS, GROUPS, OPTIM, SHARD_SCALARS, Catalogue, Entry, merged_groups
 from offstage.checkpoint.manifest import FileSum, sync_folder
-from offstage.checkpoint.objects import pickled
 from offstage.checkpoint.parts import Box, whole
-from offstage.checkpoint.readers import Plain
+from offstage.checkpoint.readers import TensorReader
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError
 
 _BLOCK_BYTES = 16 * 1024 * 1024
-SHARD_SCALARS = "offstage.shard_scalars"
-ABSENT_SHARDS = "offstage.absent_shards"
 
 
 class Planner(DefaultSavePlanner):
@@ -62,38 +58,38 @@ class Planner(DefaultSavePlanner):
         self._scalars: list[Entry] = []
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        """The catalogue is all there is to know."""
+        """Everything comes from the catalogue, not from `state_dict`."""
         self.is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank holds. No other rank is asked."""
+        """Describe what this rank holds, without communication."""
         items = []
         for entry in self._catalogue.entries:
             part = entry.part
             if part.box.numel == 0 and 0 not in part.shape:
-                continue  # an empty shard; a tensor without elements is saved, so that its name is there
+                continue  # an empty shard; a tensor without elements is saved, for its name
             item = _item(entry)
             self.entries[item.index] = entry
             items.append(item)
         items += [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
-        self.plan = SavePlan(items, planner_data=_Told(self._catalogue))
+        self.plan = SavePlan(items, planner_data=_RankInfo(self._catalogue))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Only on the coordinator: what the ranks say of groups and steps becomes objects that it writes itself."""
-        if len(all_plans) != self._num_ranks:  # DCP goes on alone where it finds no process group
+        """On the coordinator: merge the ranks' parameter groups and scalars into objects that it writes itself."""
+        if len(all_plans) != self._num_ranks:  # DCP continues with one rank where it finds no process group
             raise CheckpointError(f"{self._num_ranks} ranks began this save; found a plan of {len(all_plans)}.")
-        told: list[_Told] = [plan.planner_data for plan in all_plans]
+        infos: list[_RankInfo] = [plan.planner_data for plan in all_plans]
         _check_alike(all_plans)
-        all_plans = _without_nobodys(all_plans)
-        objects = _group_objects(merged_groups(one.groups for one in told))
-        unequal = self._add_scalars(told)
+        all_plans = _without_absent(all_plans)
+        objects = _group_objects(merged_groups(one.groups for one in infos))
+        unequal = self._add_scalars(infos)
         if unequal:
             objects[SHARD_SCALARS] = unequal
         if absent := _absent_shards(all_plans):
             objects[ABSENT_SHARDS] = absent
         self._objects |= {name: pickled(name, value) for name, value in objects.items()}
-        paths = {name: path for one in reversed(told) for name, path in one.paths.items()}
+        paths = {name: path for one in reversed(infos) for name, path in one.paths.items()}
         paths |= {entry.part.name: _state_path(entry.part.name) for entry in self._scalars}
         added = {name: tuple(_path(name)) for name in self._objects if name not in paths}
         plans = [dataclasses.replace(plan, planner_data=paths | added) for plan in all_plans]
@@ -103,10 +99,10 @@ class Planner(DefaultSavePlanner):
         global_plan, metadata = super().create_global_plan(plans)
         return [dataclasses.replace(plan, planner_data=None) for plan in global_plan], metadata
 
-    def _add_scalars(self, told: Sequence[_Told]) -> dict[str, list[Any]]:
-        """One value for each saved name: that of the shard that was updated most often. Returns what differs."""
+    def _add_scalars(self, infos: Sequence[_RankInfo]) -> dict[str, list[Any]]:
+        """Save one value per name, of the shard with most updates. Returns the shards of names whose values differ."""
         found: dict[str, dict[Box, dict[str, Any]]] = defaultdict(dict)
-        for one in told:
+        for one in infos:
             for name, shards in one.scalars.items():
                 found[name].update(shards)
         unequal = {}
@@ -117,7 +113,7 @@ class Planner(DefaultSavePlanner):
                 if dtype is None:
                     self._objects[path] = pickled(path, value)
                     continue
-                entry = Entry(whole(path, (), Box((), ())), dtype, Plain(torch.tensor([value], dtype=dtype)))
+                entry = Entry(whole(path, (), Box((), ())), dtype, TensorReader(torch.tensor([value], dtype=dtype)))
                 self.entries[MetadataIndex(path, ())] = entry
                 self._scalars.append(entry)
             if any(scalars != most for scalars in by_box.values()):
@@ -128,12 +124,12 @@ class Planner(DefaultSavePlanner):
         return unequal
 
     def resolve_data(self, write_item: WriteItem) -> io.BytesIO:  # type: ignore[override]
-        """Objects only: tensors are read block by block."""
+        """Objects only: `Writer` reads tensors block by block."""
         return io.BytesIO(self._objects[write_item.index.fqn])
 
 
 def _check_alike(plans: Sequence[SavePlan]) -> None:
-    """Raise if two ranks mean different tensors by one name."""
+    """Raise if two ranks use one name for different tensors."""
     seen: dict[str, tuple[Any, Any]] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -143,7 +139,7 @@ def _check_alike(plans: Sequence[SavePlan]) -> None:
             if seen.setdefault(item.index.fqn, kind) != kind:
                 raise CheckpointError(
                     f"Ranks keep different tensors under the name {item.index.fqn!r}: {seen[item.index.fqn]} and, on "
-                    f"rank {rank}, {kind}. Expected one tensor per name. Give each rank's modules names of their own."
+                    f"rank {rank}, {kind}. Expected one tensor per name. Give the modules of each rank different names."
                 )
 
 
@@ -160,22 +156,22 @@ def _state_path(name: str) -> tuple[str, ...]:
     return OPTIM, "state", param, key
 
 
-class _Told:
-    """What a rank tells the coordinator beside its items."""
+class _RankInfo:
+    """What a rank sends to the coordinator beside its items."""
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.paths, self.groups, self.scalars = catalogue.paths, catalogue.groups, catalogue.scalars
         self.fillers = catalogue.fillers
 
 
-def _without_nobodys(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Without state that no rank has yet: what is absent stays absent."""
+def _without_absent(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Without state that no rank has yet, so that loading leaves it absent."""
     real = {item.index.fqn for plan in plans for item in plan.items if item.index.fqn not in plan.planner_data.fillers}
     return [dataclasses.replace(plan, items=[item for item in plan.items if item.index.fqn in real]) for plan in plans]
 
 
 def _absent_shards(plans: Sequence[SavePlan]) -> dict[str, list[Any]]:
-    """Shards that have no state yet, of parameters that have some elsewhere; in the files there are zeros for them."""
+    """Shards without state, of parameters that have some on other ranks; the files contain zeros for them."""
     found: dict[str, list[Any]] = defaultdict(list)
     for plan in plans:
         names = {item.index.fqn for item in plan.items}
@@ -203,7 +199,7 @@ def _path(name: str) -> Iterator[str | int]:
 
 
 class Writer(FileSystemWriter):
-    """Writes the entries of a `Planner`, a file per thread, and sums up each file as it goes."""
+    """Writes the entries of a `Planner`, a file per thread, and computes each file's checksum on the way."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         super().__init__(folder, overwrite=True)
@@ -227,21 +223,21 @@ class Writer(FileSystemWriter):
             except BaseException as error:
                 errors.append(error)
 
-        # Not a pool of concurrent.futures: it takes no work when the interpreter is ending, and a save may be.
+        # Not a pool of concurrent.futures, which takes no work while the interpreter shuts down.
         threads = [threading.Thread(target=write, args=one) for one in zip(names, files, strict=True)]
         try:
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        except BaseException:  # Ctrl-C: nobody may go on writing when the caller is told that it is over
+        except BaseException:  # Ctrl-C: no thread may still write after the caller has been told that the save ended
             self._stop = True
             for thread in threads:
                 thread.join()
             raise
         if errors:
             first = errors[0]
-            errors.clear()  # each keeps all that was where it came from
+            errors.clear()  # their tracebacks keep the state alive
             raise first
         sync_folder(self._folder)
         future: Future[list[WriteResult]] = Future()
@@ -251,7 +247,7 @@ class Writer(FileSystemWriter):
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: Planner) -> list[WriteResult]:
         results: list[WriteResult] = []
         with open(self._folder / name, "wb") as raw:
-            file = _Summed(raw)
+            file = _SummedFile(raw)
             for item in items:
                 if self._stop:
                     return results
@@ -262,7 +258,7 @@ class Writer(FileSystemWriter):
                 else:
                     entry = planner.entries[item.index]
                     write_tensor(file, entry.dtype, entry.part.box.size, _blocks(entry))  # type: ignore[arg-type]
-                    for snapshot, index in entry.line.places():
+                    for snapshot, index in entry.reader.snapshots():
                         snapshot.finished(index)
                 place = _StorageInfo(name, offset, file.nbytes - offset)
                 results.append(WriteResult(item.index, file.nbytes - offset, place))
@@ -272,8 +268,8 @@ class Writer(FileSystemWriter):
         return results
 
 
-class _Summed:
-    """A file that is written in sequence, and its checksum."""
+class _SummedFile:
+    """A file written in sequence, and its checksum."""
 
     def __init__(self, raw: BinaryIO) -> None:
         self._raw = raw
@@ -292,21 +288,21 @@ class _Summed:
 
 
 def _announce(planner: Planner, items: Sequence[WriteItem]) -> None:
-    """Tell snapshots what of them will be read, so that they keep nothing else."""
-    lines: dict[Snapshot, Counter[int]] = defaultdict(Counter)
+    """Tell each snapshot which parameters will be read, so that it keeps no others."""
+    readers: dict[Snapshot, Counter[int]] = defaultdict(Counter)
     for entry in planner.entries.values():
-        for snapshot, _ in entry.line.places():
-            lines[snapshot]  # all of them, though another rank may write everything
+        for snapshot, _ in entry.reader.snapshots():
+            readers[snapshot]  # an entry for each, even if other ranks write all of its parameters
     for item in items:
         if item.type is not WriteItemType.BYTE_IO:
-            for snapshot, index in planner.entries[item.index].line.places():
-                lines[snapshot][index] += 1
-    for snapshot, counts in lines.items():
+            for snapshot, index in planner.entries[item.index].reader.snapshots():
+                readers[snapshot][index] += 1
+    for snapshot, counts in readers.items():
         snapshot.expect(counts)
 
 
 def _bins(items: Sequence[WriteItem], count: int) -> list[list[WriteItem]]:
-    """`items` in at most `count` files of about the same size; those of one parameter stay together and in order."""
+    """Divide `items` into at most `count` files of about equal size, in order."""
     sizes = [item.tensor_storage_size() or 1 for item in items]
     target = max(1, -(-sum(sizes) // count))
     bins: list[list[WriteItem]] = []
@@ -324,15 +320,15 @@ def _blocks(entry: Entry) -> Iterator[Any]:
     """The bytes of an entry, in row-major order."""
     part = entry.part
     max_numel = max(1, _BLOCK_BYTES // entry.dtype.itemsize)
-    if part.is_line:
+    if part.is_contiguous:
         for block in part.blocks(max_numel):
-            yield bytes_of(entry.line.read(block.start, block.start + block.box.numel))
+            yield bytes_of(entry.reader.read(block.start, block.start + block.box.numel))
     elif all(block.span <= 4 * block.box.numel for block in part.blocks(max_numel)):
-        for block in part.blocks(max_numel):  # columns of something wider: a block needs little beside itself
-            read = entry.line.read(block.start, block.start + block.span)
+        for block in part.blocks(max_numel):  # columns of a wider tensor: a block spans few other elements
+            read = entry.reader.read(block.start, block.start + block.span)
             yield bytes_of(dataclasses.replace(block, start=0).of(read).contiguous())
-    elif part.box.numel:  # in another order than in memory: any block may need any element
-        read = entry.line.read(part.start, part.start + part.span)
+    elif part.box.numel:  # another order than in memory: a block may need any element
+        read = entry.reader.read(part.start, part.start + part.span)
         moved = dataclasses.replace(part, start=0)
         for block in moved.blocks(max_numel):
             yield bytes_of(block.of(read).contiguous())

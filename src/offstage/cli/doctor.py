@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offstage doctor`: what this machine can do, what is wrong with it, and how to mend that, in plain words.
+"""`offstage doctor`: what this machine can do, what is wrong with it, and how to fix that, in plain words.
 
-`surroundings.py` reads, this judges. `judge` and `judge_rates` are pure, so that every advice can be tested; `trial`
-makes a few offloaded steps and compares every bit. Called by `cli.py`.
+`judge` and `judge_rates` are pure functions of a `SystemInfo`, so that every advice can be tested; `trial` makes a few
+offloaded steps and compares every bit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from offstage.cli.system_info import Surroundings
+from offstage import Machine, offload
+from offstage.cli.system_info import SystemInfo
 from offstage.config import format_size
-from offstage.optimizer.optimizer import offload
-from offstage.planning.machine import UPDATE_BYTES_PER_PARAM, Machine
+from offstage.planning.machine import UPDATE_BYTES_PER_PARAM
 
 Verdict = Literal["fine", "note", "slow", "broken"]
 """note: worth knowing. slow: it works, and could be faster or hold more. broken: it does not work."""
@@ -28,7 +28,7 @@ OLDEST_TORCH = (2, 11)
 OLDEST_PYTHON = (3, 11)
 _GIB = 1 << 30
 _PCIE_SHARE = 0.6
-"""A link below this share of what its lanes could carry is worth a look; a good one reaches 0.85 of it."""
+"""A link below this share of its lanes' capacity is reported; a good one reaches 0.85 of it."""
 _SLOW_PIN_GIB_PER_S = 1.0
 
 
@@ -43,15 +43,15 @@ class Finding:
     """What to do about it."""
 
 
-def judge(s: Surroundings) -> list[Finding]:
-    """Everything that can be said without measuring."""
+def judge(s: SystemInfo) -> list[Finding]:
+    """Findings that need no measurement."""
     return [*_versions(s), *_accelerator(s), *_memory(s), *_pinning(s), *_cpus(s), *_folders(s)]
 
 
 # Versions #
 
 
-def _versions(s: Surroundings) -> Iterator[Finding]:
+def _versions(s: SystemInfo) -> Iterator[Finding]:
     if _numbers(s.python) < OLDEST_PYTHON:
         yield Finding("Python", s.python, "broken", "offstage needs Python 3.11 or newer.")
     else:
@@ -90,7 +90,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 # Accelerator #
 
 
-def _accelerator(s: Surroundings) -> Iterator[Finding]:
+def _accelerator(s: SystemInfo) -> Iterator[Finding]:
     if s.device_type is None:
         yield _without_accelerator(s)
         return
@@ -125,7 +125,7 @@ def _accelerator(s: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _without_accelerator(s: Surroundings) -> Finding:
+def _without_accelerator(s: SystemInfo) -> Finding:
     visible = next((name for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES") if name in s.environment), None)
     if s.driver_file and s.built_for is None:
         return Finding(
@@ -145,14 +145,14 @@ def _without_accelerator(s: Surroundings) -> Finding:
             "the driver's own tool (nvidia-smi, rocm-smi) says; then update the driver or pass the device in.",
         )
     return Finding(
-        "accelerator", "none: the CPU plays the device", "note", "Everything runs, and only the saving is not real."
+        "accelerator", "none: the CPU plays the device", "note", "Everything runs, but no device memory is saved."
     )
 
 
 # Memory #
 
 
-def _memory(s: Surroundings) -> Iterator[Finding]:
+def _memory(s: SystemInfo) -> Iterator[Finding]:
     left = [size for size in (s.host_available, s.cgroup_left) if size is not None]
     free = min(left, default=s.host_bytes)
     whose = ", the cgroup's limit" if s.cgroup_left is not None and s.cgroup_left == free else ""
@@ -184,7 +184,7 @@ def _memory(s: Surroundings) -> Iterator[Finding]:
         )
 
 
-def _pinning(s: Surroundings) -> Iterator[Finding]:
+def _pinning(s: SystemInfo) -> Iterator[Finding]:
     if s.huge_pages == "never":
         yield Finding(
             "huge pages",
@@ -209,7 +209,7 @@ def _pinning(s: Surroundings) -> Iterator[Finding]:
 # CPUs #
 
 
-def _cpus(s: Surroundings) -> Iterator[Finding]:
+def _cpus(s: SystemInfo) -> Iterator[Finding]:
     usable = host_usable(s)
     nodes = f" on {s.numa_nodes} NUMA nodes" if s.numa_nodes > 1 else ""
     near = f", {s.cpus_near_device} of them near the accelerator" if s.cpus_near_device else ""
@@ -237,12 +237,12 @@ def _cpus(s: Surroundings) -> Iterator[Finding]:
         )
 
 
-def host_usable(s: Surroundings) -> int:
-    """CPUs that the process can keep busy."""
+def host_usable(s: SystemInfo) -> int:
+    """CPUs that the process can use."""
     return max(1, int(min(s.cpus_allowed, s.cpu_quota if s.cpu_quota is not None else s.cpus_allowed)))
 
 
-def _folders(s: Surroundings) -> Iterator[Finding]:
+def _folders(s: SystemInfo) -> Iterator[Finding]:
     if not s.cache_writable:
         yield Finding(
             "cache",
@@ -258,12 +258,12 @@ def _folders(s: Surroundings) -> Iterator[Finding]:
 # Measured #
 
 
-def judge_rates(machine: Machine, s: Surroundings) -> list[Finding]:
-    """What was measured, against what such a machine could do."""
+def judge_rates(machine: Machine, s: SystemInfo) -> list[Finding]:
+    """Measured rates against what such a machine can reach."""
     return [*_device_memory(machine, s), *_link(machine, s), *_host_rates(machine, s)]
 
 
-def _device_memory(m: Machine, s: Surroundings) -> Iterator[Finding]:
+def _device_memory(m: Machine, s: SystemInfo) -> Iterator[Finding]:
     if s.device_type is None:
         return
     found = f"{m.device_name}, {format_size(m.device_bytes)}, {format_size(m.device_free_bytes)} free, "
@@ -276,7 +276,7 @@ def _device_memory(m: Machine, s: Surroundings) -> Iterator[Finding]:
         yield Finding("device memory", found)
 
 
-def _link(m: Machine, s: Surroundings) -> Iterator[Finding]:
+def _link(m: Machine, s: SystemInfo) -> Iterator[Finding]:
     found = (
         f"{m.link_up_gb_per_s:.1f} GB/s up, {m.link_down_gb_per_s:.1f} down, {m.link_duplex_gb_per_s:.1f} each way "
         "with both busy"
@@ -298,7 +298,7 @@ def _link(m: Machine, s: Surroundings) -> Iterator[Finding]:
         yield Finding("link", per_step)
 
 
-def _host_rates(m: Machine, s: Surroundings) -> Iterator[Finding]:
+def _host_rates(m: Machine, s: SystemInfo) -> Iterator[Finding]:
     best = max(m.host_update_gb_per_s.values()) / UPDATE_BYTES_PER_PARAM
     yield Finding("host memory", f"{m.dram_gb_per_s:.1f} GB/s on {m.threads} threads")
     yield Finding("updates by the CPU", f"{best:.2f} billion parameters per second (AdamW, fp32 masters)")
@@ -307,7 +307,7 @@ def _host_rates(m: Machine, s: Surroundings) -> Iterator[Finding]:
             "pinning",
             f"{m.pin_gib_per_s:.2f} GiB/s",
             "slow",
-            "Starting takes long: every byte of state is touched and pinned once. Memory is fragmented, or huge pages "
+            "Startup is slow: every byte of state is touched and pinned once. Memory is fragmented, or huge pages "
             "are off; a freshly started machine is faster.",
         )
     else:

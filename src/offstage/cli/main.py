@@ -1,37 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `offstage`, which is `python -m offstage` too: train, doctor, plan, report, bench.
+"""The command `offstage`, also `python -m offstage`: train, doctor, plan, report, bench.
 
-Each command is a function from its arguments to an exit status. What a user can cause (a wrong setting, a full disk, a
-model that does not fit) ends with one message on stderr and no traceback; OFFSTAGE_TRACEBACK=1 shows it all the same.
+Each command is a function from its arguments to an exit status. Errors that a user can cause (a wrong setting, a full
+disk, a model that does not fit) end with one message on stderr and no traceback; OFFSTAGE_TRACEBACK=1 shows it.
 
     0           done
     1           failed, or `doctor` found something broken
     2           a setting, a name or a file that cannot be used
-    130, 143    stopped by Ctrl-C or SIGTERM; a training run has saved and goes on with the same command
+    130, 143    stopped by Ctrl-C or SIGTERM; a training run has saved, and the same command continues it
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-from offstage import __version__
-from offstage.errors import ConfigError, OffstageError
+from offstage import ConfigError, Machine, OffstageError, __version__, measure_machine
+from offstage.cli.doctor import Finding
 from offstage.train.flags import missing_extra, parse_sections, positional
 from offstage.train.settings import nearest
-
-if TYPE_CHECKING:
-    from offstage.cli.doctor import Finding
-    from offstage.planning.machine import Machine
 
 EXTRA = ("matplotlib", "rich", "tyro")
 """The packages of the extra `cli`."""
@@ -41,7 +38,7 @@ offstage keeps training state off the accelerator until it is needed.
 
 usage: offstage COMMAND [ARGUMENTS]      offstage COMMAND --help explains one
 
-  doctor    what this machine can do, what is wrong with it, and how to mend that
+  doctor    what this machine can do, what is wrong with it, and how to fix that
   plan      what fits, what it costs and who should update, before anything is allocated
   train     train a transformer on text: one process, or many under torchrun
   report    one HTML page about a run
@@ -65,7 +62,7 @@ Train a decoder-only transformer on the bytes of text files, with its optimizer 
   offstage train --config run.toml --run.steps 500   a file, and flags over it
   torchrun --nproc-per-node 2 -m offstage train      FSDP2; --parallel.stages 2 for a pipeline
 
-Stopped, it saves; started again with the same --run.folder, it goes on from there, to the same bits."""
+A stopped run saves; started again with the same --run.folder, it continues from there, with the same bits."""
 
 REPORT_HELP = """\
 Write one self-contained HTML page about a run: loss, memory by owner, lanes, link and CPU use, receipt, plan.
@@ -73,10 +70,19 @@ Write one self-contained HTML page about a run: loss, memory by owner, lanes, li
   offstage report runs/default        writes runs/default/report.html"""
 
 DOCTOR_HELP = """\
-Look at accelerator, link, memory, pinning, CPUs, limits and versions; say what is wrong and how to mend it.
+Look at accelerator, link, memory, pinning, CPUs, limits and versions; say what is wrong and how to fix it.
 
   offstage doctor                     the exit status is 1 if something is broken
   offstage doctor --json > node.json  the same for programs; `offstage plan --machine node.json` reads it"""
+
+
+BENCH_HELP = """\
+usage: offstage bench                          the questions there are
+       offstage bench QUESTION [ARGUMENTS]     ask one; what follows is for it, such as --size small
+       offstage bench all                      ask all of them, one after the other
+
+Rows are appended to benchmarks/results, or to $OFFSTAGE_RESULTS. Most questions are about an accelerator; many have
+--size small, which runs them on a tiny model anywhere, to see whether they run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +97,7 @@ class TrainOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """What `offstage report` is asked."""
+    """Arguments of `offstage report`."""
 
     folder: str = positional("runs/default")
     """The folder of a run."""
@@ -99,14 +105,14 @@ class ReportOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """What `offstage doctor` is asked."""
+    """Arguments of `offstage doctor`."""
 
     json: bool = False
     """Print everything as JSON, the measured machine too."""
     quick: bool = False
-    """Measure nothing and try nothing: only look."""
+    """Skip the measurements and the trial steps."""
     refresh: bool = False
-    """Measure again what was measured before."""
+    """Measure again instead of using cached rates."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(arguments)
     try:
         return _run(arguments)
-    except BrokenPipeError:  # whoever read the output has enough
+    except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -131,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"error: {missing_extra(error)}")
         return 2
     except torch.OutOfMemoryError as error:
-        # What the optimizer knows about a budget that was too large comes as a note.
+        # The optimizer adds what it knows about a budget that was too large as a note.
         known = " ".join(getattr(error, "__notes__", ())) or (
             "Make room with a smaller data.batch, with activations.mode=checkpoint, or with less state on the device: "
             "`offstage plan` says what fits."
@@ -166,7 +172,7 @@ def _run(arguments: list[str]) -> int:
 def train(arguments: Sequence[str]) -> int:
     from offstage.train.config import SECTIONS, build, read_toml, to_toml
 
-    path = _value_of("--config", arguments)  # first: what it says are the defaults that --help shows
+    path = _value_of("--config", arguments)  # first: --help shows its values as defaults
     values = read_toml(Path(path)) if path else {}
     sections = {"": TrainOptions, **SECTIONS}
     values = parse_sections(sections, values, arguments, prog="offstage train", description=TRAIN_HELP)
@@ -178,26 +184,26 @@ def train(arguments: Sequence[str]) -> int:
     from offstage.train.loop import run
 
     name = run(config).stopped_by
-    return 128 + signal.Signals[name] if name else 0  # as shells count: whoever started it learns that more is to do
+    return 128 + signal.Signals[name] if name else 0  # as shells report signals: the run is not finished
 
 
 def doctor(arguments: Sequence[str]) -> int:
     from offstage.cli.doctor import judge, judge_rates, trial
-    from offstage.cli.system_info import read_surroundings
+    from offstage.cli.system_info import read_system_info
 
     found = parse_sections({"": DoctorOptions}, {}, arguments, prog="offstage doctor", description=DOCTOR_HELP)
     options = DoctorOptions(**found.get("", {}))
-    surroundings = read_surroundings()
-    findings, machine = judge(surroundings), None
+    info = read_system_info()
+    findings, machine = judge(info), None
     if not options.quick:
         machine = _measured(refresh=options.refresh)
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-        findings += [*judge_rates(machine, surroundings), trial(device)]
+        findings += [*judge_rates(machine, info), trial(device)]
     if options.json:
         content = {
             "findings": [dataclasses.asdict(one) for one in findings],
             "machine": dataclasses.asdict(machine) if machine else None,
-            "surroundings": dataclasses.asdict(surroundings),
+            "surroundings": dataclasses.asdict(info),
         }
         _write(json.dumps(content, indent=2) + "\n")
     else:
@@ -235,18 +241,16 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def bench(arguments: Sequence[str]) -> int:
-    from offstage.cli.bench import HELP, ask, checkout, questions
-
     if arguments and arguments[0] in ("-h", "--help"):
-        _write(HELP + "\n")
+        _write(BENCH_HELP + "\n")
         return 0
-    root = checkout()
+    root = _checkout()
     if not arguments:
         known = questions(root)
         _write("".join(f"{name:<14} {text}\n" for name, text in known.items()))
         _write("\nAsk one: offstage bench QUESTION. See offstage bench --help.\n")
         return 0
-    return ask(root, arguments)
+    return _ask(root, arguments)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -256,6 +260,50 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": report,
     "bench": bench,
 }
+
+
+# Benchmarks #
+
+
+def _checkout() -> Path:
+    """The folder with `benchmarks/` in it: the checkout of this package, or the working directory."""
+    for folder in (Path(__file__).resolve().parents[3], Path.cwd()):
+        if (folder / "benchmarks/common.py").is_file():
+            return folder
+    raise ConfigError(
+        "offstage bench expects the folder benchmarks/ of a checkout, which the installed package does not have; found "
+        f"none in {Path.cwd()}. Clone the repository and run it there."
+    )
+
+
+def questions(root: Path) -> dict[str, str]:
+    """Modules of `benchmarks/` whose docstring is a question, and the question."""
+    found = {}
+    for path in sorted((root / "benchmarks").glob("*.py")):
+        first = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+        if first.endswith("?"):
+            found[path.stem] = " ".join(first.split())
+    return found
+
+
+def _ask(root: Path, arguments: Sequence[str]) -> int:
+    """Run one question, or all, and return the first exit status that is not 0."""
+    name, *rest = arguments
+    known = questions(root)
+    if name != "all" and name not in known:
+        raise ConfigError(f"offstage bench has no question {name!r}. {nearest(name, [*known, 'all'])}")
+    if name == "all" and rest:
+        raise ConfigError(
+            f"offstage bench all expects no arguments; found {rest[0]!r}. Ask one question to pass it on."
+        )
+    paths = [str(root / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    for one in known if name == "all" else [name]:
+        command = [sys.executable, "-m", f"benchmarks.{one}", *rest]
+        status = subprocess.run(command, cwd=root, env=environment, check=False).returncode
+        if status:
+            return status
+    return 0
 
 
 # Words in and out #
@@ -273,16 +321,14 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _measured(*, refresh: bool = False) -> Machine:
-    """This machine, and a word to whoever waits for it."""
-    from offstage.planning.measure import measure_machine
-
+    """This machine's rates; a message on a terminal says why it takes seconds."""
     if sys.stderr.isatty():
         sys.stderr.write("measuring this machine: a few seconds, the first time\n")
     return measure_machine(refresh=refresh)
 
 
 def _say(text: str) -> None:
-    """One message on stderr; ranks say who they are."""
+    """One message on stderr, with the rank if there are several."""
     rank = (
         f" (rank {os.environ['RANK']})" if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ else ""
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`offstage plan`: the planner for a model, a budget and a number of devices that need not be here. Called by `cli.py`.
+"""`offstage plan`: the planner for a model, a budget and a number of devices, which may belong to another machine.
 
-Nothing is allocated: the model is made of shapes, and a machine can come from a file.
+Nothing is allocated: the model is built on the meta device, and the machine's rates can come from a file.
 """
 
 from __future__ import annotations
@@ -17,14 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from offstage.config import OffloadConfig
-from offstage.errors import ConfigError
-from offstage.planning.machine import Machine
-from offstage.planning.measure import measure_machine
-from offstage.planning.plan import Plan
-from offstage.planning.planner import make_plan
-from offstage.planning.predict import Workload
-from offstage.planning.sizes import Source, World, param_sizes
+from offstage import ConfigError, Machine, OffloadConfig, Plan, Workload, World, make_plan, measure_machine
+from offstage.planning.sizes import Source, param_sizes
 from offstage.train.config import DTYPES, ModelSettings, build, read_toml
 from offstage.train.flags import parse_sections, positional
 from offstage.train.model import SIZES
@@ -42,13 +36,13 @@ What fits, what it costs, and who should update: asked before anything is alloca
   offstage plan 70b.json --machine node.json        shapes ({"layers.0.weight": [4096, 4096], ...}), and a machine
                                                     that is not here (saved there by: offstage doctor --json)
 
-The machine is measured once, in a few seconds, and remembered. What you fix with --offload flags is fixed; the rest is
-searched. The table's last part shows what else was considered, and why it was not taken."""
+The machine is measured once, in a few seconds, and the rates are cached. Settings given as --offload flags are kept;
+the others are searched. The last part of the table shows the other candidates, and why they were not taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `offstage plan` is asked."""
+    """Arguments of `offstage plan`."""
 
     model: str | None = positional(None)
     """A size of offstage train (1M to 20B), a training run's .toml, a transformers config.json or its folder, or a
@@ -63,10 +57,10 @@ class PlanOptions:
     it is for state. The same as --offload.device-peak. Without it, everything leaves the device."""
 
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Format of the weights; bfloat16 if neither this nor a .toml says."""
+    """Format of the weights; by default that of the .toml, or bfloat16."""
 
     machine: str | None = None
-    """A file that `offstage doctor --json` wrote on the machine that is meant. Without it: this one."""
+    """A file that `offstage doctor --json` wrote on the machine to plan for. Without it: this machine."""
 
     json: bool = False
     """Print the plan as JSON, which Plan.from_json reads, and nothing else."""
@@ -77,7 +71,7 @@ _SECTIONS: dict[str, type] = {"": PlanOptions, "offload": OffloadConfig, "world"
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned, and for what."""
+    """What is planned, and for which machine and settings."""
 
     model: str
     sizes: Source
@@ -96,7 +90,7 @@ class Question:
 
 
 def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_machine) -> Question:
-    """The question that a command line asks; `measure` finds the rates of this machine, if that is meant."""
+    """The question on a command line; `measure` is called if no file describes the machine."""
     values = parse_sections(_SECTIONS, {}, arguments, prog=PROG, description=HELP)
     options = PlanOptions(**values.pop("", {}))
     if options.model is None:
@@ -131,7 +125,7 @@ def _section(cls: Any, values: Mapping[str, Mapping[str, Any]], name: str) -> An
 
 
 def _of_training(options: PlanOptions) -> tuple[ModelSettings, dict[str, dict[str, Any]]]:
-    """A training run's model, and what else it says about plans."""
+    """A training run's model, and its settings that matter to plans."""
     if options.model is None or Path(options.model).suffix != ".toml":
         return ModelSettings(), {}
     values = read_toml(Path(options.model))
@@ -156,7 +150,7 @@ def _machine(options: PlanOptions) -> Machine | None:
             f"--machine expects a file that `offstage doctor --json` wrote; could not read {path}: {error}. Write it "
             "there, or leave it out for this machine."
         ) from None
-    # The doctor's diagnosis has the machine in it; Machine.to_json is the machine itself.
+    # `offstage doctor --json` has the machine under a key; Machine.to_json is the machine itself.
     return Machine.from_json(json.dumps(content.get("machine", content) if isinstance(content, dict) else content))
 
 
@@ -178,11 +172,11 @@ def _sizes(options: PlanOptions, settings: ModelSettings) -> Source:
 
 
 def _shapes(path: Path) -> dict[str, int | list[int]] | None:
-    """Names with shapes; `None` for JSON of another kind, such as the configuration of a model."""
+    """Shapes by name; `None` for other JSON, such as the configuration of a model."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is expected to be JSON; found: {error}. Mend it, or give another file.") from None
+        raise ConfigError(f"{path} is expected to be JSON; found: {error}. Fix it, or give another file.") from None
     if not isinstance(content, dict) or not content:
         return None
     is_shape = [
@@ -231,7 +225,7 @@ def _world(options: PlanOptions, given: Mapping[str, Any], machine: Machine) -> 
 
 
 def usage(question: Question, plan: Plan) -> str:
-    """How to train with it."""
+    """The Python call and the command that train with `plan`."""
     changed = {
         one.name: getattr(question.config, one.name)
         for one in dataclasses.fields(OffloadConfig)

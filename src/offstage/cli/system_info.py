@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Surroundings`: what the system says about itself that matters to offloading, as plain data. Judged by `doctor.py`.
+"""`SystemInfo`: what the operating system reports that matters to offloading, as plain data.
 
-Nothing is measured here and nothing is judged. What cannot be read is `None`.
+Nothing is measured or judged here. A value that cannot be read is `None`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/kfd", "/de
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class SystemInfo:
     """One process on one host. Sizes are bytes."""
 
     python: str
@@ -52,17 +52,17 @@ class Surroundings:
     """The kind of accelerator that torch can use here."""
     num_devices: int
     driver_file: str | None
-    """A file that is there because an accelerator's driver is."""
+    """A file that exists if an accelerator's driver is installed."""
     link_width: int | None
-    """PCIe lanes in use, and of the slot and card."""
+    """PCIe lanes in use; the next field: the most that slot and card support."""
     link_width_most: int | None
     link_gt_per_s: float | None
-    """The fastest that slot and card agree on, per lane."""
+    """The highest rate per lane that slot and card support."""
     host_bytes: int
     host_available: int | None
     """MemAvailable."""
     cgroup_left: int | None
-    """What the tightest memory limit of the cgroup leaves; `None` without one."""
+    """What the tightest memory limit of the cgroup leaves free; `None` without one."""
     memlock: int | None
     """RLIMIT_MEMLOCK; `None`: no limit."""
     address_space: int | None
@@ -78,29 +78,29 @@ class Surroundings:
     cpu_quota: float | None
     numa_nodes: int
     cpus_near_device: int | None
-    """Of those allowed, on the accelerator's node; `None` where that says nothing."""
+    """Allowed CPUs on the accelerator's node; `None` if unknown, or if there is one node."""
     near_node_is_allowed: bool
     """Whether the process may use any CPU of that node."""
     cache_folder: str
     cache_writable: bool
     disk_free: int | None
-    """Where the process was started: checkpoints go there."""
+    """In the working directory, where checkpoints are written."""
 
 
-def read_surroundings(
+def read_system_info(
     *,
     environment: Mapping[str, str] = os.environ,
     proc: Path = Path("/proc"),
     sys: Path = Path("/sys"),
-) -> Surroundings:
-    """Ask the system. The roots of procfs and sysfs are arguments, so that tests can describe other machines."""
+) -> SystemInfo:
+    """Read everything. The roots of procfs and sysfs are arguments, so that tests can describe other machines."""
     found = torch.accelerator.current_accelerator(check_available=True)
     built = torch.accelerator.current_accelerator(check_available=False)
     device = torch.device(found.type, torch.accelerator.current_device_index()) if found else torch.device("cpu")
     folder = numa.pci_folder(device, pci=sys / "bus/pci/devices")
     near = numa.cpus_near(device)
     cache = cache_folder()
-    return Surroundings(
+    return SystemInfo(
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
         environment={name: environment[name] for name in VARIABLES if name in environment},

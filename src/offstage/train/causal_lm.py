@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CausalLM`: a causal language model of the transformers package, behind the interface of our own.
+"""`CausalLM`: a causal language model of the transformers package, behind the trainer's interface.
 
-The package is imported when such a model is asked for, and not before.
+The package is imported on first use.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from offstage.errors import ConfigError
-from offstage.train.initial import copy_shard
-from offstage.train.language_model import LanguageModel
+from offstage import ConfigError
+from offstage.train.language_model import LanguageModel, copy_shard
 
 OLDEST = (4, 56)
 """The first release whose `from_config` takes a `dtype`."""
 
 
 class CausalLM(LanguageModel):
-    """`lm` does what it does, without a cache: training reads every sequence once. Logits are its own, all at once."""
+    """Wraps `lm`, which runs without a cache and computes all logits at once."""
 
     lm: Any
 
@@ -36,15 +35,15 @@ class CausalLM(LanguageModel):
 
     @torch.no_grad()
     def materialize(self, device: torch.device | str, seed: int = 0) -> None:
-        """As for our own model, but for this: the package fills whole models only.
+        """Allocate and initialize. The package initializes whole models only.
 
-        So the host's memory holds all weights for a moment, and they are those of a model that is built on the CPU.
+        So the host holds all weights for a moment, and they are those of a model built on the CPU.
         """
         with torch.device("cpu"):
             first = _lm(self.lm.config, self.lm.dtype, seed)
         whole: dict[str, torch.Tensor] = {**dict(first.named_parameters()), **dict(first.named_buffers())}
         self.lm.to_empty(device=device)
-        self.lm.tie_weights()  # what was one parameter on meta is two after to_empty
+        self.lm.tie_weights()  # to_empty makes two parameters of a tied one
         for name, tensor in [*self.lm.named_parameters(), *self.lm.named_buffers()]:
             if isinstance(tensor, DTensor):
                 copy_shard(tensor, whole[name].to(tensor.to_local().device))
@@ -77,7 +76,7 @@ class CausalLM(LanguageModel):
         if targets is None:
             return found.logits  # type: ignore[no-any-return]
         loss = F.cross_entropy(found.logits.flatten(0, 1).float(), targets.flatten())
-        balance = getattr(found, "aux_loss", None)  # of experts, where its configuration asks for it
+        balance = getattr(found, "aux_loss", None)  # of experts, if enabled in its configuration
         if balance is None or not self.training:
             return loss
         weighted: torch.Tensor = self.lm.config.router_aux_loss_coef * balance
@@ -105,13 +104,13 @@ def build_causal_lm(
 
 
 def _lm(config: Any, dtype: torch.dtype, seed: int) -> Any:
-    """With fresh weights, on torch's default device of the moment."""
+    """With fresh weights, on torch's current default device."""
     torch.manual_seed(seed)
     return _transformers().AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
 def _largest(lists: list[nn.ModuleList]) -> nn.ModuleList:
-    """By parameters: lists inside layers, of experts for example, may be longer than that of the layers."""
+    """By parameters, not length: lists inside layers, of experts for example, may be longer."""
     sizes = [sum(param.numel() for param in one.parameters()) for one in lists]
     return lists[sizes.index(max(sizes))]
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainConfig`: everything a run can be told, validated when it is made, with one section per part of the trainer.
+"""`TrainConfig`: all settings of a run, validated on creation, with one section per part of the trainer.
 
     config = load_config(Path("run.toml"), ["--run.steps", "500", "--offload.fraction", "0.5"])
     Path("runs/default/config.toml").write_text(to_toml(config))
 
 A section is a table of the TOML file and the prefix of its flags: `steps` under `[run]` is `--run.steps`. The command
-line goes over the file, and the file over the defaults. Settings are checked together, after both have spoken.
+line overrides the file, and the file the defaults. Settings are checked together, after both are read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from offstage.config import OffloadConfig, format_size, parse_size
-from offstage.errors import ConfigError
+from offstage import ConfigError, OffloadConfig
+from offstage.config import format_size, parse_size
 from offstage.train.flags import Values, parse_sections
 from offstage.train.settings import check, checked, field_types, nearest
 
@@ -90,7 +90,7 @@ class ModelSettings:
             )
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
-        """The format on `device`, "auto" decided."""
+        """The format on `device`, with "auto" resolved."""
         automatic = "float32" if device.type == "cpu" else "bfloat16"
         return DTYPES[automatic if self.dtype == "auto" else self.dtype]
 
@@ -166,15 +166,22 @@ class OptimizerSettings:
                 "learning rate that stays, or leave it out for 0.1."
             )
 
+    def learning_rate(self, step: int, steps: int) -> float:
+        """Of `step`, counted from 1, of `steps`: warm-up, then a cosine down to `last_lr_share` in the last step."""
+        if step <= self.warm_up:
+            return self.lr * step / self.warm_up
+        progress = min(1.0, (step - self.warm_up) / max(1, steps - self.warm_up))
+        return self.lr * (self.last_lr_share + (1 - self.last_lr_share) * (1 + math.cos(math.pi * progress)) / 2)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSettings:
     """What happens to the tensors that forward saves for backward."""
 
     mode: Literal["keep", "checkpoint", "offload", "checkpoint_and_offload", "auto"] = "keep"
-    """keep: they stay on the device. checkpoint: a block keeps its input and computes the rest again, a third more
-    time. offload: they wait in host memory. checkpoint_and_offload: blocks compute again, from inputs that wait in
-    host memory. auto: per block, what device_peak leaves room for."""
+    """keep: they stay on the device. checkpoint: a block keeps its input and recomputes the rest, a third more time.
+    offload: they are stored in host memory. checkpoint_and_offload: blocks recompute from inputs stored in host
+    memory. auto: per block, what device_peak leaves room for."""
 
     device_peak: int | str | None = None
     """For auto: most bytes of device memory for the whole process, such as 24GiB. Without it: all the device has."""
@@ -233,13 +240,13 @@ class ParallelSettings:
             )
 
     def shards(self, ranks_per_stage: int) -> bool:
-        """Whether FSDP2 is used, "auto" decided."""
+        """Whether FSDP2 is used, with "auto" resolved."""
         return ranks_per_stage > 1 if self.fsdp == "auto" else bool(self.fsdp)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """How long, where, and what is written down."""
+    """How long, where, and what is recorded."""
 
     folder: str = "runs/default"
     """Everything about the run: configuration, metrics, checkpoints, samples, report."""
@@ -254,7 +261,8 @@ class RunSettings:
     """auto: this machine's accelerator, or the CPU if there is none. Otherwise a device of torch, such as cpu."""
 
     resume: bool = True
-    """Go on from the newest complete checkpoint in the folder, if there is one: same bits as never having stopped."""
+    """Continue from the newest complete checkpoint in the folder, if there is one, with the same bits as an
+    uninterrupted run."""
 
     deterministic: bool = True
     """On an accelerator: kernels that give the same bits every time, so that a resume is exact there too. Attention's
@@ -270,7 +278,7 @@ class RunSettings:
     """How many of the newest are kept."""
 
     asynchronous_saves: bool = True
-    """Checkpoints are written while training goes on."""
+    """Write checkpoints while training continues."""
 
     eval_every: int = 100
     """Steps between evaluations. 0: never."""
@@ -292,7 +300,7 @@ class RunSettings:
     """With skip: the run ends after so many skipped steps in a row."""
 
     progress: Literal["auto", "rich", "quiet", "json"] = "auto"
-    """rich: a line that moves. json: one JSON object per line, for logs. quiet: only what matters. auto: rich on a
+    """rich: a moving bar. json: one JSON object per line, for logs. quiet: a line every few seconds. auto: rich on a
     terminal, otherwise quiet."""
 
     tensorboard: bool = False
@@ -313,7 +321,7 @@ class RunSettings:
             self.torch_device()
 
     def torch_device(self) -> torch.device:
-        """The device, "auto" decided. Whether it is there is found out by whoever uses it."""
+        """The device, with "auto" resolved. It may not exist: its first use raises."""
         if self.device == "auto":
             return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         try:
@@ -395,13 +403,13 @@ def build(values: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
         try:
             sections[name] = SECTIONS[name](**fields)
         except ConfigError as error:
-            # The trainer's own sections say whose field it is; the library does not know that it is a section.
+            # The trainer's own sections name their section in messages; OffloadConfig does not know it.
             raise ConfigError(f"offload: {error}") if name == "offload" else error from None
     return TrainConfig(**sections)
 
 
 def read_toml(path: Path) -> Values:
-    """What a file says, names and types checked."""
+    """The values in a file, with names and types checked."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -430,14 +438,14 @@ def read_toml(path: Path) -> Values:
 
 
 def _near(section: str, name: str) -> str:
-    """In this section if possible; a setting may also stand in the wrong one."""
+    """The nearest setting; of the same name in another section, if there is one."""
     everything = {one: [f"{one}.{key}" for key in field_types(cls)] for one, cls in SECTIONS.items()}
     elsewhere = [key for keys in everything.values() for key in keys if key.endswith(f".{name}")]
     return nearest(f"{section}.{name}", elsewhere or everything[section])
 
 
 def to_toml(config: TrainConfig) -> str:
-    """The whole configuration, so that `load_config` makes the same of it whatever the defaults become."""
+    """All settings, so that `load_config` reads the same configuration even if defaults change."""
     return "\n".join(line for name in SECTIONS for line in _section_lines(name, getattr(config, name)))
 
 
@@ -445,7 +453,7 @@ def _section_lines(name: str, section: Any) -> Iterator[str]:
     yield f"[{name}]"
     for one in dataclasses.fields(section):
         value = getattr(section, one.name)
-        if value is not None:  # TOML has no null, and None is the default wherever it may be given
+        if value is not None:  # TOML has no null; None is always a default
             yield f"{one.name} = {_toml_value(one.name, value)}"
     yield ""
 
@@ -458,7 +466,9 @@ def _toml_value(name: str, value: Any) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_toml_value(name, one) for one in value) + "]"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # as TOML writes strings, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace(
+            "\x7f", "\\u007f"
+        )  # JSON strings are TOML strings, except for DEL
     if name in _SIZES and value and value % 1024 == 0:
         unit, text = max((1024**power, f"{one}iB") for power, one in enumerate("KMGT", 1) if value % 1024**power == 0)
         return json.dumps(f"{value // unit}{text}")
@@ -466,7 +476,7 @@ def _toml_value(name: str, value: Any) -> str:
 
 
 def resolved(config: TrainConfig, *, device: torch.device, ranks_per_stage: int = 1) -> TrainConfig:
-    """`config` with what "auto" came to on this machine. What the terminal decides stays open."""
+    """`config` with "auto" resolved for this machine, except for `run.progress`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.model.dtype_on(device) == torch.bfloat16 else "float32"
     return dataclasses.replace(
         config,

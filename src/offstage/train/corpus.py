@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Corpus`: files of text as one memory-mapped row of bytes.
+"""`Corpus`: files of text as one memory-mapped array of bytes.
 
-One file is mapped where it is. Several are joined once, in the order of their paths and with a zero byte between them,
-into a file in the run's folder; a run that goes on finds it there. Without any paths, the text is the source of
-Python's standard library, which every machine has.
+One file is mapped in place. Several are joined once, in the order of their paths and with a zero byte between them,
+into a file in the run's folder, which a resumed run uses again. Without any paths, the text is the source of Python's
+standard library, which every machine has.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from offstage import ConfigError
 from offstage.config import format_size
-from offstage.errors import ConfigError
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -61,18 +61,18 @@ class Corpus:
         """A copy of these bytes."""
         return np.array(self._bytes[start:stop])
 
-    def split(self, eval_share: float) -> tuple[Part, Part]:
+    def split(self, eval_share: float) -> tuple[ByteRange, ByteRange]:
         """The beginning to train on, and the last `eval_share` of the bytes to evaluate on: mostly other files."""
         middle = len(self) - round(len(self) * eval_share)
-        return Part(self, 0, middle), Part(self, middle, len(self))
+        return ByteRange(self, 0, middle), ByteRange(self, middle, len(self))
 
     def fingerprint(self) -> str:
-        """As of the part that is all of it."""
-        return Part(self, 0, len(self)).fingerprint()
+        """See `ByteRange.fingerprint`."""
+        return ByteRange(self, 0, len(self)).fingerprint()
 
 
 @dataclass(frozen=True)
-class Part:
+class ByteRange:
     """Bytes `start` to `stop` of a corpus, counted from 0 within."""
 
     corpus: Corpus
@@ -90,7 +90,7 @@ class Part:
         return self.corpus.read(self.start + start, min(self.start + stop, self.stop))
 
     def fingerprint(self) -> str:
-        """Tells other data from this: of the length, and of samples all along it, so that it is quick for any size."""
+        """Identifies the data: a hash of its length and of samples throughout, so that it is fast for any size."""
         digest = hashlib.blake2b(f"{len(self)}".encode(), digest_size=16)
         for number in range(_SAMPLES):
             start = max(0, len(self) - _SAMPLE_BYTES) * number // (_SAMPLES - 1)
@@ -98,13 +98,13 @@ class Part:
         return digest.hexdigest()
 
 
-# Which files
+# Files #
 
 
 def files_of(paths: Sequence[str | Path], besides: str | Path | None = None) -> list[Path]:
     """The files that `paths` name, each once. Those of a folder come in the order of their paths.
 
-    Hidden files are left out, and those of the folder `besides`: what a run writes is not what it reads.
+    Hidden files are left out, and those in `besides`, the folder that the run itself writes to.
     """
     found: dict[Path, None] = {}
     own = None if besides is None else Path(besides).resolve()
@@ -137,10 +137,10 @@ def stdlib_files() -> list[Path]:
 
 
 def _files_in(folder: Path, besides: Collection[str] = ()) -> list[Path]:
-    """Those in folders of the names `besides` are left out, and hidden ones."""
+    """Without folders named in `besides`, and without hidden files."""
     found = []
     for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in besides and name[0] != "."]  # os.walk goes into these
+        folders[:] = [name for name in folders if name not in besides and name[0] != "."]  # os.walk descends into these
         found += [Path(parent, name) for name in names if name[0] != "."]
     return sorted(file for file in found if file.is_file())
 
@@ -149,16 +149,16 @@ def _names(paths: Sequence[str | Path]) -> str:
     return ", ".join(map(str, paths)) or "the standard library"
 
 
-# Joining them
+# Joining #
 
 
 def joined(files: Sequence[Path], folder: Path) -> Path:
-    """All bytes of `files` in one file in `folder`, written by whichever process is first."""
+    """All bytes of `files` in one file in `folder`; the first process to take the lock writes it."""
     stats = [(str(file.resolve()), file.stat()) for file in files]
     size = sum(stat.st_size for _, stat in stats) + len(SEPARATOR) * (len(files) - 1)
-    # Other files, or the same ones after a change, get another name.
-    told = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
-    target = folder / f"corpus-{hashlib.blake2b(told.encode(), digest_size=8).hexdigest()}.bin"
+    # The name depends on the paths, sizes and times of the files.
+    identity = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+    target = folder / f"corpus-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}.bin"
     with _writable(target, size), _locked(folder / "corpus.lock"):
         if not target.exists() or target.stat().st_size != size:
             _join(files, target, size)
@@ -166,7 +166,7 @@ def joined(files: Sequence[Path], folder: Path) -> Path:
 
 
 def _join(files: Sequence[Path], target: Path, size: int) -> None:
-    """Under another name until it is whole."""
+    """Write under another name, and rename when complete."""
     unfinished = target.with_suffix(".unfinished")
     try:
         with open(unfinished, "wb") as out:

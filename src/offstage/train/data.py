@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Batches`: sequences of a `Corpus` in a shuffled order, exact to the sequence after any stop.
+"""`Batches`: sequences of a `Corpus` in a shuffled order that a resumed run continues exactly; `Feed`: those of a step.
 
     corpus = Corpus(paths, cache=run_folder)
     training, held_out = corpus.split(0.05)
     batches = Batches(training, sequence=256, batch=8, seed=0, rank=rank, world=world)
     tokens = batches.next()  # [batch, sequence + 1]: inputs and, one further, targets
 
-The order is a formula, not a table: `Shuffle` says which sequence is at a position of an epoch, so that a position is
-all there is to save, and the data may be of any size.
+The order is a formula, not a table: `Shuffle` computes the sequence at a position of an epoch, so that only the
+position is saved, and the data may have any size.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any
 
 import torch
 
-from offstage.errors import ConfigError
-from offstage.train.corpus import Corpus, Part
+from offstage import ConfigError
+from offstage.train.corpus import ByteRange, Corpus
 
-__all__ = ["Batches", "Corpus", "Part", "Shuffle"]
+__all__ = ["Batches", "ByteRange", "Corpus", "Shuffle"]
 
 
 class Shuffle:
     """A permutation of ``range(size)`` that depends on its key alone and takes no memory.
 
-    A Feistel network permutes the smallest range of 2^(2 n) numbers that holds `size`; what falls outside `size` is
+    A Feistel network permutes the smallest range of 2^(2 n) numbers that holds `size`; a result outside `size` is
     permuted again until it is inside, which keeps it a permutation.
     """
 
@@ -56,22 +56,22 @@ class Shuffle:
 
 
 def _mixed(number: int) -> int:
-    """64 bits of which each depends on each of `number`: a multiplication carries upwards, a shift brings it down."""
+    """64 bits, each of which depends on all bits of `number`: multiplications carry upwards, shifts downwards."""
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         number = (number ^ number >> 31) * factor & 0xFFFF_FFFF_FFFF_FFFF
     return number ^ number >> 32
 
 
 class Batches:
-    """An endless stream of batches. An epoch has every sequence once, in an order of its own.
+    """An endless stream of batches. An epoch has every sequence once, in an order that differs between epochs.
 
-    Sequences do not overlap, but for the one byte that is the last target of one and the first input of the next. The
-    stream is one for all ranks, which take turns of `batch` sequences: the sequences of a step depend on how many
-    there are in it, and not on how they are spread over ranks and micro-batches.
+    Sequences do not overlap, except for the byte that is the last target of one and the first input of the next. Ranks
+    take turns of `batch` sequences from one stream: the sequences of a step depend on their number, not on how they
+    are spread over ranks and micro-batches.
     """
 
     def __init__(
-        self, data: Corpus | Part, sequence: int, batch: int, seed: int, rank: int = 0, world: int = 1
+        self, data: Corpus | ByteRange, sequence: int, batch: int, seed: int, rank: int = 0, world: int = 1
     ) -> None:
         if not 0 <= rank < world:
             raise ConfigError(
@@ -92,7 +92,7 @@ class Batches:
 
     @property
     def epoch(self) -> float:
-        """How often all data has been seen."""
+        """How often all data has been used."""
         return self.position / self.num_sequences
 
     def next(self) -> torch.Tensor:
@@ -107,15 +107,15 @@ class Batches:
             yield self.next()
 
     def state_dict(self) -> dict[str, Any]:
-        """The exact position, and of what. The same on all ranks."""
+        """The exact position, and the identity of the data. The same on all ranks."""
         return {"position": self.position, **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there; with other ranks or batches too."""
+        """Continue from there; the number of ranks and the batch may differ."""
         for name, expected in self._identity.items():
             if state.get(name) != expected:
                 raise ConfigError(
-                    f"The position to go on from is of other data: expected {name}={state.get(name)!r} as when it was "
+                    f"The position to resume from is of other data: expected {name}={state.get(name)!r} as when it was "
                     f"saved, found {expected!r}. Give the same data and settings as then, or begin a new run."
                 )
         self.position = state["position"]
@@ -129,3 +129,36 @@ class Batches:
     def _read(self, number: int) -> torch.Tensor:
         start = number * self._sequence
         return torch.from_numpy(self._data.read(start, start + self._sequence + 1)).long()
+
+
+class Feed:
+    """Copies the micro-batches of one step to the device, one step prepared ahead."""
+
+    def __init__(self, batches: Batches, micro_batches: int, device: torch.device) -> None:
+        self._batches, self._micro_batches, self._device = batches, micro_batches, device
+        self._prepared: torch.Tensor | None = None
+        self._position = batches.state_dict()
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """After the last step taken; a prepared step does not count."""
+        return self._position
+
+    def go_to(self, position: dict[str, Any]) -> None:
+        """Continue from there."""
+        self._batches.load_state_dict(position)
+        self._position, self._prepared = self._batches.state_dict(), None
+
+    def prepare(self) -> None:
+        """Read the next step's batch, while the device is busy."""
+        if self._prepared is None:
+            tokens = torch.cat([self._batches.next() for _ in range(self._micro_batches)])
+            self._prepared = tokens if self._device.type == "cpu" else tokens.pin_memory()
+
+    def take(self) -> torch.Tensor:
+        """[sequences, sequence + 1] on the device: all micro-batches of the next step."""
+        self.prepare()
+        assert self._prepared is not None
+        prepared, self._prepared = self._prepared, None
+        self._position = self._batches.state_dict()
+        return prepared.to(self._device, non_blocking=True)

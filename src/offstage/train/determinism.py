@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Under what conditions a run is made: kernels that repeat, and errors that say what to do about the device."""
+"""`deterministic`: kernels with repeatable bits; `explained_errors`: errors of the device with a remedy."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Iterator
 
 import torch
 
-from offstage.errors import OffstageError
+from offstage import OffstageError
 from offstage.train.config import TrainConfig
 
 
 @contextlib.contextmanager
-def repeatable(config: TrainConfig, device: torch.device) -> Iterator[None]:
-    """Kernels that give the same bits every time, where there is a choice; and none that the CPU cannot run."""
+def deterministic(config: TrainConfig, device: torch.device) -> Iterator[None]:
+    """Within: kernels that give the same bits every time, if configured; and none that the CPU cannot run."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     if device.type != "cpu" and config.run.deterministic:
-        # cuBLAS gives the same bits every time only with a fixed workspace, chosen before its first use.
+        # cuBLAS is deterministic only with a fixed workspace, chosen before its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward would not be among them
+        torch.use_deterministic_algorithms(True)  # with warn_only, attention's backward would not be deterministic
         memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # Some virtual machines report AMX and do not allow it: oneDNN's bf16 products then die of an illegal instruction.
+    # Some virtual machines report AMX and do not allow it: oneDNN's bf16 products then raise SIGILL.
     onednn, half = torch.backends.mkldnn.enabled, config.model.dtype_on(device) != torch.float32
     if device.type == "cpu" and half:
         torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
@@ -37,8 +37,8 @@ def repeatable(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(config: TrainConfig) -> Iterator[None]:
-    """What torch raises about the device, with what can be done about it."""
+def explained_errors(config: TrainConfig) -> Iterator[None]:
+    """Within: add the remedy to errors that torch raises about the device."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -46,14 +46,14 @@ def explained(config: TrainConfig) -> Iterator[None]:
             f"Device memory ran out: {_first_line(error)} In this order: activations.mode='checkpoint' (now "
             f"{config.activations.mode!r}), data.batch={max(1, config.data.batch // 2)} with more micro-batches "
             "(data.micro_batches), a smaller offload.device_budget, offload.update_in_backward with optimizer.clip=0. "
-            "`offstage plan` says what fits. Complete checkpoints are as they were."
+            "`offstage plan` shows what fits. Complete checkpoints are unchanged."
         ) from error
     except RuntimeError as error:
         if "does not have a deterministic implementation" not in str(error):
             raise
         raise OffstageError(
             f"This model has an operation whose bits do not repeat: {_first_line(error)} Use run.deterministic=false; "
-            "a run that is stopped and goes on then ends close to one that is not, and not with the same bits."
+            "a resumed run then ends close to an uninterrupted one, and not with the same bits."
         ) from error
 
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dataclasses as command-line flags: a flag for every field, with what stands under the field as its help.
+"""Dataclasses as command-line flags: a flag for every field, with the field's docstring as its help.
 
-tyro finds the flags and writes the help. Names, numbers of words and values are checked here and in `settings.py`, so
-that a mistake gets the same message as in a TOML file or in Python, with the nearest name that exists. Used by `cli.py`
-and `train/config.py`.
+tyro parses the flags and prints the help. Names, numbers of words and values are checked here and in `settings.py`, so
+that a mistake gets the same message as in a TOML file or in Python, with the nearest existing name.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from offstage.errors import ConfigError
+from offstage import ConfigError
 from offstage.train.settings import TRUTHS, choices, descriptions, field_types, from_text, nearest
 
 _HELP = ("-h", "--help")
@@ -22,18 +21,18 @@ _QUOTED = re.compile(r"``(?:\"([^\"]*)\"|(.*?))``")
 _NEGATIVE = re.compile(r"-\.?\d")
 
 Values = dict[str, dict[str, Any]]
-"""Section → field → value, for what was said and nothing else."""
+"""Section → field → value, for given values only."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """What stood on the command line for one field."""
+    """The words of one field on the command line."""
 
     texts: tuple[str, ...]
 
 
 def missing_extra(error: ModuleNotFoundError) -> ConfigError:
-    """What to say where a package of the command line is not installed."""
+    """The error for a package of the command line that is not installed."""
     return ConfigError(
         f"The command line expects the packages of the extra 'cli'; found no module {error.name!r}. Install them: "
         "pip install 'offstage[cli]', or pip install '.[cli]' in a checkout."
@@ -41,7 +40,7 @@ def missing_extra(error: ModuleNotFoundError) -> ConfigError:
 
 
 def positional(default: Any) -> Any:
-    """A dataclass field that is given by its place, without a flag. There is one of them at most."""
+    """A dataclass field given by position, without a flag. At most one per command."""
     return dataclasses.field(default=default, metadata={"positional": True})
 
 
@@ -55,8 +54,8 @@ def parse_sections(
 ) -> Values:
     """`values` (section → field → value, where one was given) with `arguments` over them.
 
-    A section is the prefix of its flags; ``""`` has none. With `--help` among the arguments it ends the process, as
-    commands do; the defaults shown are those of `values`.
+    A section is the prefix of its flags; ``""`` has none. `--help` among the arguments prints the help, with `values`
+    as defaults, and ends the process.
     """
     known = {
         _dotted(section, one.name): field_types(cls)[one.name]
@@ -96,11 +95,11 @@ def _positionals(cls: Any) -> list[dataclasses.Field[Any]]:
     return [one for one in dataclasses.fields(cls) if _is_positional(one)]
 
 
-# What is wrong #
+# Checks #
 
 
 def _grouped(arguments: Sequence[str], known: Mapping[str, Any], places: Mapping[str, Any], prog: str) -> list[str]:
-    """The arguments as tyro takes them, free words first; unknown flags, and words too many or too few, raise."""
+    """The arguments as tyro takes them, positional ones first; raises for unknown flags and wrong numbers of words."""
     flags = {_flag(name): annotation for name, annotation in known.items()}
     free: list[str] = []
     given: dict[str, list[str]] = {}
@@ -111,7 +110,7 @@ def _grouped(arguments: Sequence[str], known: Mapping[str, Any], places: Mapping
             flag = name.replace("_", "-")
             if flag not in flags:
                 raise ConfigError(f"{prog} has no flag {name}. {_hint(flag, known) or f'See {prog} --help.'}")
-            given[flag] = [value] if is_set else []  # said twice, the last one counts
+            given[flag] = [value] if is_set else []  # given twice, the last one counts
             room = num_words(flags[flag]) - len(given[flag])
         elif room > 0 and (not _is_switch(flags[flag]) or word.lower() in TRUTHS):
             given[flag].append(word)
@@ -148,14 +147,14 @@ def _hint(flag: str, known: Mapping[str, Any]) -> str:
 
 
 def num_words(annotation: Any) -> float:
-    """How many words a field of this type takes at most: most of them one, tuples several."""
+    """The most words that a field of this type takes: one, or several for tuples."""
     for choice in choices(annotation):
         if get_origin(choice) is tuple:
             return float("inf") if get_args(choice)[-1] is ... else len(get_args(choice))
     return 1
 
 
-# What tyro sees #
+# tyro #
 
 
 def _by_tyro(
@@ -180,7 +179,7 @@ def _by_tyro(
 
 
 def _leaves(cls: type, values: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """The fields of `cls`, to hold `Words` or what they hold without; nothing is checked yet."""
+    """The fields of `cls`, each holding `Words` or its default, unchecked."""
     from tyro.conf import Positional, arg
 
     texts = descriptions(cls)

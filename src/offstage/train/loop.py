@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`run`: the training loop. Read this first.
 
-`Training` puts the parts together (`passes.py` has the model, `feed.py` the data, `checkpoint.py` what is saved,
-`metrics.py` what is measured) and makes one step after the other. The host waits for a step's numbers when the next
-one has been queued, and for the device nowhere else, but where `optimizer.step()` must know the gradients' norm.
+`Training` combines the parts (`passes.py`: the model, `data.py`: batches, `checkpoints.py`: saves, `metrics.py`:
+measurements) and makes one step after the other. The host waits for a step's numbers after the next step has been
+queued, and for the device nowhere else, except where `optimizer.step()` must know the gradients' norm.
 
-A run that is stopped, by a signal, an error or kill -9, goes on with the same command and ends with the same bits as
+A run that is stopped, by a signal, an error or kill -9, continues with the same command and ends with the same bits as
 one that was never stopped.
 """
 
@@ -23,33 +23,28 @@ from typing import Any
 
 import torch
 
+from offstage import ConfigError, OffloadedOptimizer, OffstageError, measure_machine, offload
 from offstage.checkpoint.ranks import Ranks
-from offstage.errors import ConfigError, OffstageError
-from offstage.optimizer.optimizer import OffloadedOptimizer, offload, runtime_of
-from offstage.planning.measure import measure_machine
-from offstage.train import sampling
-from offstage.train.activation_mode import activation_mode
-from offstage.train.checkpoint import Checkpoints, rng_states, set_rng_states
+from offstage.optimizer.optimizer import runtime_of
+from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
-from offstage.train.data import Batches, Corpus
-from offstage.train.determinism import explained, repeatable
-from offstage.train.feed import Feed
-from offstage.train.learning_rate import learning_rate
+from offstage.train.data import Batches, Corpus, Feed
+from offstage.train.determinism import deterministic, explained_errors
 from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
 from offstage.train.observe import Observer
 from offstage.train.parallel import Parallel, started
-from offstage.train.passes import Passes, passes_for
-from offstage.train.progress import Progress, progress_for, spoken_warnings
+from offstage.train.passes import Passes, activation_mode, passes_for, sample_text
+from offstage.train.progress import Progress, progress_for, warnings_to_progress
 from offstage.train.run_folder import RunFolder
-from offstage.train.run_info import about_run, identity, num_parameters_of, predicted_plan
-from offstage.train.signals import FAILED, Stopping
+from offstage.train.run_info import identity, num_parameters_of, predicted_plan, run_info
+from offstage.train.signals import FAILED, StopRequests
 
 logger = logging.getLogger("offstage")
 _PROMPT_BYTES = 64
 
 
 class NotFiniteError(OffstageError):
-    """The loss or a gradient is NaN or infinite, and the run may not go on."""
+    """The loss or a gradient is NaN or infinite, and the run must end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +53,11 @@ class Result:
 
     folder: Path
     step: int
-    """The last step that was made."""
+    """The last step made."""
     steps: int
-    """How many there were to make."""
+    """The number of steps configured."""
     loss: float | None
-    """Of the last step; `None` if there was none left to make."""
+    """Of the last step; `None` if no step was made."""
     eval_loss: float | None
     """Of the last evaluation."""
     checkpoint: Path | None
@@ -74,27 +69,27 @@ class Result:
 
 
 def run(config: TrainConfig) -> Result:
-    """Train as `config` says, from the newest checkpoint in its folder if there is one. Every rank calls it."""
+    """Train with `config`, from the newest checkpoint in its folder if there is one. Every rank calls it."""
     with contextlib.ExitStack() as open_until_end:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
-        open_until_end.enter_context(repeatable(config, parallel.device))
+        open_until_end.enter_context(deterministic(config, parallel.device))
         folder = RunFolder(config.run.folder)
-        with Ranks(None).agreeing("Opening the run's folder"):
+        with Ranks(None).failing_together("Opening the run's folder"):
             if parallel.first:
-                open_until_end.enter_context(folder.held())
-        stopping = open_until_end.enter_context(Stopping(parallel.host_group).listening())
+                open_until_end.enter_context(folder.locked())
+        stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
         progress = progress_for(config.run.progress, first=parallel.first)
-        open_until_end.enter_context(spoken_warnings(progress))
+        open_until_end.enter_context(warnings_to_progress(progress))
         training = Training(config, parallel, folder, progress)
         open_until_end.callback(training.close)
-        with explained(config):
-            return training.run(stopping)
+        with explained_errors(config):
+            return training.run(stop_requests)
 
 
 class Training:
     """One run on one rank."""
 
-    # Initialization
+    # Initialization #
 
     def __init__(self, config: TrainConfig, parallel: Parallel, folder: RunFolder, progress: Progress) -> None:
         self.config, self.parallel, self.folder, self._progress = config, parallel, folder, progress
@@ -111,12 +106,12 @@ class Training:
             first=parallel.first,
         )
         ranks = Ranks(None)
-        with ranks.agreeing("Reading the data"):
+        with ranks.failing_together("Reading the data"):
             self.feed, self._eval_data = self._open_data()
         if self._predicts:
-            measure_machine(parallel.device)  # now, while the device is empty; then it is remembered
+            measure_machine(parallel.device)  # now, while the device is empty; the result is cached
         with contextlib.ExitStack() as open_until_closed:
-            with ranks.agreeing("Building the model"), explained(config):
+            with ranks.failing_together("Building the model"), explained_errors(config):
                 self.passes: Passes = passes_for(config, parallel)
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
@@ -134,11 +129,11 @@ class Training:
             training, data.sequence, data.batch, self.config.run.seed, parallel.data_rank, parallel.data_ranks
         )
         if self.config.run.eval_every:
-            self._eval_batches(held_out)  # raises now if there is too little
+            self._eval_batches(held_out)  # raises now if there is too little data
         return Feed(batches, data.micro_batches, parallel.device), held_out
 
     def _eval_batches(self, held_out: Any) -> Batches:
-        """From their beginning: every evaluation is on the same sequences."""
+        """From the beginning: every evaluation uses the same sequences."""
         data, parallel = self.config.data, self.parallel
         return Batches(held_out, data.sequence, data.batch, 0, parallel.data_rank, parallel.data_ranks)
 
@@ -154,10 +149,10 @@ class Training:
         )
         return offload(adamw, model, self.config.offload)
 
-    # Runtime
+    # Runtime #
 
-    def run(self, stopping: Stopping) -> Result:
-        """Until the last step, a signal, or something that may not go on."""
+    def run(self, stop_requests: StopRequests) -> Result:
+        """Train until the last step, a signal, or an error."""
         config = self.config.run
         self._resume()
         self._write_about()
@@ -166,12 +161,12 @@ class Training:
         stopped = 0
         try:
             while self.step < config.steps and not stopped:
-                stopping.begin_step(failed=self.checkpoints.poll())
+                stop_requests.begin_step(failed=self.checkpoints.poll())
                 self._make_step()
-                stopped = stopping.end_step()
+                stopped = stop_requests.end_step()
                 if stopped != FAILED:
                     self._after_step(last=bool(stopped) or self.step == config.steps)
-            self.checkpoints.finish()  # raises what went wrong with a save, if that is why we are here
+            self.checkpoints.finish()  # raises the error of a failed save
             if stopped == FAILED:
                 raise OffstageError("A save has failed on another rank, whose message says why.")
             return self._finish(stopped)
@@ -182,9 +177,9 @@ class Training:
         step, optimizer = self.step + 1, self.optimizer
         self._begin_observing(step)
         self.meter.begin()
-        lr = learning_rate(self.config.optimizer, step, self.config.run.steps)
+        lr = self.config.optimizer.learning_rate(step, self.config.run.steps)
         for group in optimizer.param_groups:
-            group["lr"] = lr  # before backward, which may update already
+            group["lr"] = lr  # before backward, which may already update
         loss = self.passes.gradients(self.feed.take(), optimizer, self._mark)
         self.feed.prepare()
         skipped_before = runtime_of(optimizer).skipped_steps
@@ -200,14 +195,14 @@ class Training:
             self._end_observing()
 
     def _clip(self) -> torch.Tensor | None:
-        """The norm of all gradients, which are clipped by it and skipped if it is not finite."""
+        """Clip by the norm of all gradients and return it; the step is skipped if it is not finite."""
         settings = self.config.optimizer
         if not settings.clip and self.config.offload.update_in_backward:
-            return None  # gradients are used up by now, and the loss alone can tell
+            return None  # backward has already used the gradients: only the loss shows NaN
         return self.optimizer.clip_grad_norm_(settings.clip or math.inf, group=self.parallel.stage_group)
 
     def _after_step(self, *, last: bool) -> None:
-        """What happens between two steps. What needs the step's numbers waits for them."""
+        """Evaluate, sample and save between two steps; each waits for the step's numbers."""
         config, step = self.config.run, self.step
         evaluates = bool(config.eval_every) and (step % config.eval_every == 0 or step == config.steps)
         saves = (last and config.save_last) or bool(config.save_every and step % config.save_every == 0)
@@ -229,11 +224,11 @@ class Training:
                 f"{_times(self._skipped_in_a_row)} in a row up to step {step} had gradients that are NaN or infinite "
                 f"(run.not_finite={config.not_finite!r}, run.most_not_finite={config.most_not_finite}). None of them "
                 f"changed a weight; the newest checkpoint is {self.checkpoints.newest() or 'none'}. Lower "
-                "optimizer.lr, or look at the data; the same command goes on from there."
+                "optimizer.lr, or look at the data; the same command continues from there."
             )
 
     def _show(self, row: Row | None) -> None:
-        """A row has arrived: it is looked at, shown and written."""
+        """Check, show and write a row."""
         if row is None:
             return
         self._last_row = row
@@ -247,15 +242,15 @@ class Training:
             newest = self.checkpoints.newest()
             raise NotFiniteError(
                 f"The loss of step {row.step} is not finite, and backward has used its gradients already: with "
-                "offload.update_in_backward and without clipping nobody can look at them first. Nothing was saved "
-                f"since. The newest checkpoint is {newest or 'none'}: go on from there with optimizer.clip=1.0, which "
+                "offload.update_in_backward and without clipping they are not checked first. Nothing was saved since. "
+                f"The newest checkpoint is {newest or 'none'}: resume from it with optimizer.clip=1.0, which "
                 "skips such steps, or with a lower optimizer.lr."
             )
 
-    # Evaluation and samples
+    # Evaluation and samples #
 
     def _evaluate(self) -> float:
-        """The mean loss of the same batches every time."""
+        """The mean loss of the evaluation batches."""
         batches = self._eval_batches(self._eval_data)
         with self.passes.evaluating():
             losses = [
@@ -269,7 +264,7 @@ class Training:
         config = self.config
         prompt = self._eval_data.read(0, min(_PROMPT_BYTES, config.data.sequence // 2)).tobytes() or b"\n"
         with self.passes.evaluating():
-            written = sampling.write(
+            written = sample_text(
                 lambda window: self.passes.logits(window.to(self.parallel.device)),
                 prompt,
                 config.run.sample_bytes,
@@ -277,9 +272,9 @@ class Training:
                 seed=config.run.seed,
             )
         if self.parallel.first:
-            self.folder.append(self.folder.samples, sampling.entry(self.step, prompt, written))
+            self.folder.append_sample(self.step, prompt, written)
 
-    # Observing one step
+    # Observing one step #
 
     def _begin_observing(self, step: int) -> None:
         if step == self.config.run.observe_step and self.parallel.first:
@@ -288,7 +283,7 @@ class Training:
             self._observer = observer.__enter__()
 
     def _mark(self, phase: str) -> None:
-        # With `overlap_forward` the updates of a step run under the forward of the next one, which is looked at too.
+        # With `overlap_forward` the updates of a step run under the next forward, which is observed too.
         if phase == "backward" and self.step == self.config.run.observe_step:
             self._end_observing()
         self.meter.mark(phase)
@@ -301,7 +296,7 @@ class Training:
             observer.__exit__(None, None, None)
             observer.save(self.folder.observed)
 
-    # Saving and going on
+    # Saving and resuming #
 
     def _save(self, *, wait: bool) -> Path:
         extra = {
@@ -311,7 +306,7 @@ class Training:
             "ranks": self.parallel.ranks,
             **rng_states(self.parallel.rank, self.parallel.device),
         }
-        self._write_receipt()  # a run that is killed has one, too
+        self._write_receipt()  # so that a killed run has one too
         return self.checkpoints.save(self.step, self.passes.model, self.optimizer, extra, wait=wait)
 
     def _resume(self) -> None:
@@ -333,10 +328,10 @@ class Training:
             logger.warning(
                 "%s has no random state for this rank: it was saved by %d ranks", newest, extra.get("ranks", 1)
             )
-        self._progress.say(f"going on after step {self.step}, from {newest}", step=self.step, checkpoint=newest)
+        self._progress.say(f"resuming after step {self.step}, from {newest}", step=self.step, checkpoint=newest)
 
     def _check_model(self, newest: Path) -> None:
-        """Raise, with settings instead of tensors, if the run in this folder has another model."""
+        """Raise if the run in this folder has another model; the message names settings, not tensors."""
         then = self.folder.read_json(self.folder.run).get("model", {})
         now = identity(self.config, self.parallel.device)
         differs = [name for name in {**then, **now} if then and then.get(name) != now.get(name)]
@@ -348,13 +343,13 @@ class Training:
             )
 
     def _restore_options(self) -> None:
-        """A checkpoint brings the optimizer's options along; those of this run's settings count."""
+        """Replace the options that the checkpoint brought by those of this run's settings."""
         settings = self.config.optimizer
         for group in self.optimizer.param_groups:
             decays = any(param.dim() > 1 for param in group["params"])
             group.update(betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay if decays else 0.0)
 
-    # What is written down
+    # Records #
 
     def _write_about(self) -> None:
         counted = (self.parallel.stage, num_parameters_of(self.passes.model))
@@ -363,7 +358,7 @@ class Training:
             ranks_per_stage = self.parallel.data_ranks
             settings = resolved(self.config, device=self.parallel.device, ranks_per_stage=ranks_per_stage)
             self.folder.write_text(self.folder.config, to_toml(settings))
-            about = about_run(self.config, self.parallel, self.optimizer, parameters=parameters)
+            about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
             self.folder.write_json(self.folder.run, about)
             self._progress.say(
                 f"{parameters:,} parameters on {self.parallel.device}, {self.optimizer.plan.summary()}",
@@ -382,11 +377,11 @@ class Training:
 
     @property
     def _predicts(self) -> bool:
-        """On the CPU lanes are not real, and of many ranks each has its own times."""
+        """Not on the CPU, where lanes do not overlap, nor with several ranks, whose times differ."""
         return self.parallel.ranks == 1 and self.parallel.device.type != "cpu" and self.config.offload.fraction != 0.0
 
     def _write_prediction(self) -> None:
-        """What the planner would have said of this run, given how long forward and backward took; for the report."""
+        """Add the planner's prediction, given the measured forward and backward, for the report."""
         if self._predicts and runtime_of(self.optimizer).steps:
             plan = predicted_plan(self.optimizer, self.config, self.meter, self.parallel.device)
             if plan is not None:
@@ -401,10 +396,10 @@ class Training:
         where = f"the newest checkpoint is {newest or 'none'}"
         if name is not None:
             self._progress.say(
-                f"stopped by {name} after step {self.step}, {where}: the same command goes on", signal=name
+                f"stopped by {name} after step {self.step}, {where}: the same command continues", signal=name
             )
         else:
-            self._progress.say(f"all {self.step} steps are made, {where}", checkpoint=newest)
+            self._progress.say(f"all {self.step} steps are done, {where}", checkpoint=newest)
         return Result(
             folder=self.folder.path,
             step=self.step,
@@ -417,7 +412,7 @@ class Training:
         )
 
     def close(self) -> None:
-        """Give everything back. A save under way comes to its end, if this process is all it needs."""
+        """Release everything. With one process, a save under way is completed first."""
         if self.parallel.ranks == 1:
             with contextlib.suppress(OffstageError):
                 self.checkpoints.finish()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose bytes are on the device, at a moment. Used by `observe.py`.
+"""`MemoryByOwner`: the device bytes of weights, gradients, state, slots and window at a moment.
 
-Weights, gradients, state, slots and window are looked up where they are kept. Activations are what is left: on an
-accelerator of what its allocator has given out; on the CPU, whose allocator counts nothing, of the tensors that were
-made since the iteration began (`Allocations`).
+Activations are the rest: on an accelerator, of the bytes that its allocator has handed out; on the CPU, whose allocator
+counts nothing, of the tensors made since the iteration began (`Allocations`).
 """
 
 from __future__ import annotations
@@ -18,19 +17,21 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
+from offstage import OffloadedOptimizer
+from offstage.engine.engine import Engine
+from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.tensors import local_of
 
 OWNERS = ("weights", "state", "slots", "window", "gradients", "activations")
-"""Those that change least first: figures put one on the other in this order."""
+"""The order in which figures stack them: those that change least first."""
 
 Storages = dict[int, int]
-"""Bytes of each storage, by its address: tensors may share one."""
+"""Storage address → bytes: tensors may share a storage."""
 
 
-class Owners:
-    """Who has what on one device."""
+class MemoryByOwner:
+    """The storages of each owner on one device."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
@@ -40,12 +41,12 @@ class Owners:
         self.refresh()
 
     def refresh(self) -> None:
-        """State may have come or gone: it does so in steps only."""
+        """Look up the state again, which changes in steps only."""
         self._state = self._now(_state(self._optimizer))
 
     def owned(self) -> dict[str, Storages]:
-        """The storages of each owner that has tensors of its own."""
-        # FSDP2 gathers a layer's weights beside the shards, for as long as it runs.
+        """Storages of weights, gradients and state."""
+        # FSDP2 gathers a layer's weights beside the shards while the layer runs.
         gathered = self._now(self._all_weights()) if self._gathers else {}
         return {
             "weights": self._weights | gathered,
@@ -54,11 +55,9 @@ class Owners:
         }
 
     def slots(self) -> tuple[int, int]:
-        """Bytes of the ring's own slots, and of those beyond: the window."""
-        if not isinstance(self._optimizer, OffloadedOptimizer):
-            return 0, 0
+        """Bytes of the ring's slots, and of the window beyond them."""
         ring = window = 0
-        for engine in runtime_of(self._optimizer).engines:
+        for engine in engines_of(self._optimizer):
             if _same(engine.device, self._device):
                 pipeline = engine.transport.pipeline
                 own = min(pipeline.device_bytes, pipeline.num_slots * pipeline.slot_bytes)
@@ -74,14 +73,18 @@ class Owners:
         return {storage._cdata: storage.nbytes() for storage in storages if _same(storage.device, self._device)}
 
 
+def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
+    """The engines of an offloaded optimizer; none of another one."""
+    return runtime_of(optimizer).engines if isinstance(optimizer, OffloadedOptimizer) else []
+
+
 def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for param in model.parameters():
         if param.grad is not None and not isinstance(param.grad, DroppedGradient):
             yield param.grad
-    if isinstance(optimizer, OffloadedOptimizer):  # taken by updates that the caller's stream has not waited for
-        for engine in runtime_of(optimizer).engines:
-            for pending in list(engine.pending.values()):
-                yield pending.update.grad
+    for engine in engines_of(optimizer):  # of updates that the caller's stream has not waited for
+        for pending in list(engine.pending.values()):
+            yield pending.update.grad
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -98,16 +101,16 @@ def _same(device: torch.device, other: torch.device) -> bool:
 
 
 class Allocations(TorchDispatchMode):
-    """Tensors in the CPU's memory that operations have made while this was on, as long as they live."""
+    """CPU tensors that operations made while this mode was on and that are still alive."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[int, Any] = {}
-        # A weak reference keeps the storage's address from being given to another one.
+        # A weak reference keeps the storage's address from being reused.
         self._left_out: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, and look at what has come out of it."""
+        """Run the operation, and record the storages of its outputs."""
         made = func(*args, **(kwargs or {}))
         new = [leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)]
         if new:
@@ -119,7 +122,7 @@ class Allocations(TorchDispatchMode):
         return made
 
     def leave_out(self, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """`make`, whose tensors are counted elsewhere."""
+        """`make`, with its tensors left out of `nbytes`."""
 
         def counted_elsewhere(*args: Any, **kwargs: Any) -> torch.Tensor:
             tensor = make(*args, **kwargs)
@@ -130,7 +133,7 @@ class Allocations(TorchDispatchMode):
         return counted_elsewhere
 
     def nbytes(self, owned: Iterable[int]) -> int:
-        """Of all that are still there, without those `owned` by someone."""
+        """Bytes of all storages still alive, except those in `owned`."""
         without = {*owned, *self._left_out}
         total = 0
         for address, reference in list(self._made.items()):
@@ -143,7 +146,7 @@ class Allocations(TorchDispatchMode):
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """Of its storage; `None` if it has none, or not in the CPU's memory."""
+    """The address of its storage; `None` unless it is a plain CPU tensor."""
     local = local_of(tensor)
     if local.device.type != "cpu" or type(local) not in (torch.Tensor, nn.Parameter):
         return None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every step is measured by, and `metrics.jsonl`. Filled by `loop.py`, shown by `progress.py`.
+"""`Meter`: measurements of every step; `MetricsFile`: `metrics.jsonl`.
 
-The host never waits for the step it has just queued: `Meter` keeps each step's numbers on their way and reads them
-when the next step has been queued.
+The host never waits for the step it has just queued: `Meter` reads a step's numbers after the next step has been
+queued.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from offstage.errors import OffstageError
-from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
+from offstage import OffloadedOptimizer, OffstageError
+from offstage.optimizer.optimizer import runtime_of
 from offstage.train.run_folder import named
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -48,9 +48,9 @@ class Row:
     """The most there was so far."""
     host_rss_bytes: int
     exposed_ms: float | None
-    """How long the caller's stream stood still for this step's updates."""
+    """How long the caller's stream waited for this step's updates."""
     hidden_ms: float | None
-    """How much of the transfers, at the link's rate, and of the CPU's updates ran under something else."""
+    """Time of transfers, at the link's rate, and of updates on the host that overlapped other work."""
     bytes_fetched: int
     bytes_stored: int
     skipped: bool
@@ -58,7 +58,7 @@ class Row:
     eval_loss: float | None = None
 
     def to_json(self) -> str:
-        """One line. What was not evaluated has no loss of an evaluation."""
+        """One line, without `eval_loss` if there was no evaluation."""
         values = dataclasses.asdict(self)
         if self.eval_loss is None:
             del values["eval_loss"]
@@ -67,17 +67,17 @@ class Row:
 
 @dataclass
 class _Underway:
-    """A step that the device may still be busy with."""
+    """A step that the device may not have finished."""
 
     step: int
     lr: float
     tokens: int
     values: torch.Tensor
-    """Loss and norm, where the host can read them once the device has come to `end`."""
+    """Loss and norm in host memory, valid once the device has reached `end`."""
     begin: Any
     end: Any
     phases: list[tuple[str, Any]]
-    """What began when, between `begin` and `end`."""
+    """The beginning of each phase between `begin` and `end`."""
     moved: tuple[int, int]
     host_s: float
     skipped: bool
@@ -91,9 +91,9 @@ class Meter:
 
     def __init__(self, optimizer: OffloadedOptimizer, device: torch.device, tokens: int) -> None:
         """`tokens`: of one step, over all ranks."""
-        self._optimizer, self._device, self._tokens = optimizer, device, tokens
+        self._runtime, self._device, self._tokens = runtime_of(optimizer), device, tokens
         self._on_host = device.type == "cpu"
-        # Two, in turns: while the host reads one the device may write the other.
+        # Two, alternating: the device may write one while the host reads the other.
         self._buffers = [torch.zeros(2, dtype=torch.float64, pin_memory=not self._on_host) for _ in range(2)]
         self._begin: Any = None
         self._phases: list[tuple[str, Any]] = []
@@ -101,7 +101,7 @@ class Meter:
         self._underway: _Underway | None = None
 
     def begin(self) -> None:
-        """A step begins, with its batch."""
+        """A step begins, before its batch is taken."""
         self._begin, self._phases = self._stamp(), []
 
     def mark(self, phase: str) -> None:
@@ -109,15 +109,15 @@ class Meter:
         self._phases.append((phase, self._stamp()))
 
     def phase_ms(self, phase: str) -> float | None:
-        """How long a phase takes in all of a step, of late."""
+        """Time of a phase per step: the median of recent steps."""
         return statistics.median(self._recent[phase]) if phase in self._recent else None
 
     def end(self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, lr: float, *, skipped: bool) -> Row | None:
-        """Everything of `step` is queued. The row of the step before, whose numbers have arrived."""
+        """All work of `step` is queued. Returns the row of the step before."""
         values = self._buffers[step % 2]
         unknown = torch.full((), math.nan, device=loss.device)
         both = torch.stack([one.detach().double() for one in (loss, unknown if norm is None else norm)])
-        moved = (0, 0) if skipped else runtime_of(self._optimizer).last_moved
+        moved = (0, 0) if skipped else self._runtime.last_moved
         before = self.flush(queued=not skipped)
         values.copy_(both, non_blocking=True)
         self._underway = _Underway(
@@ -129,13 +129,13 @@ class Meter:
             end=self._stamp(),
             phases=self._phases,
             moved=moved,
-            host_s=runtime_of(self._optimizer).last_host_s,
+            host_s=self._runtime.last_host_s,
             skipped=skipped,
         )
         return before
 
     def flush(self, *, queued: bool = False) -> Row | None:
-        """The row of the step under way, for which the host waits. `queued`: another step has been made since."""
+        """Wait for the step under way and return its row. `queued`: another step has been made since."""
         underway, self._underway = self._underway, None
         if underway is None:
             return None
@@ -171,11 +171,11 @@ class Meter:
             self._recent.setdefault(phase, deque(maxlen=self.RECENT)).append(ms)
 
     def _exposed_ms(self, *, last: bool) -> float | None:
-        timers = [one.transport.timer for one in runtime_of(self._optimizer).engines if one.transport.is_open]
+        timers = [engine.transport.timer for engine in self._runtime.engines if engine.transport.is_open]
         return round(max(timer.exposed_ms(last=last) for timer in timers), 3) if timers else None
 
     def _hidden_ms(self, underway: _Underway, exposed: float | None) -> float | None:
-        rates = [engine.transport.link_gb_per_s for engine in runtime_of(self._optimizer).engines]
+        rates = [engine.transport.link_gb_per_s for engine in self._runtime.engines]
         link = min((rate for rate in rates if rate), default=None)
         if link is None or exposed is None:
             return None
@@ -194,22 +194,22 @@ class Meter:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: rows are appended as they come, and those of steps that a resume makes again are cut off."""
+    """`metrics.jsonl`: rows are appended; a resumed run first removes those of steps that it repeats."""
 
     def __init__(self, path: Path, *, after_step: int) -> None:
-        """`after_step`: the run goes on after this one."""
+        """`after_step`: the run continues after this one."""
         self._path = path
         cut = path.with_name(f".{path.name}.tmp")
         with named(path):
             kept = [line for line in _lines(path) if _step_of(line) <= after_step]
             cut.write_text("".join(f"{line}\n" for line in kept))
-            cut.replace(path)  # whoever is killed here leaves the old rows or the new ones
+            cut.replace(path)  # atomic: a process killed here leaves the old rows or the new ones
             self._file = path.open("a")
 
     def write(self, row: Row) -> None:
         with named(self._path):
             self._file.write(f"{row.to_json()}\n")
-            self._file.flush()  # a run that is killed has all its rows
+            self._file.flush()  # so that a killed run has all its rows
 
     def close(self) -> None:
         with named(self._path):
@@ -239,7 +239,7 @@ class TensorBoard:
 
 
 def host_rss_bytes() -> int:
-    """Host memory of this process, pages that it shares included."""
+    """Resident host memory of this process, shared pages included."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):  # no /proc
@@ -251,7 +251,7 @@ def _finite(value: float) -> float | None:
 
 
 def _lines(path: Path) -> list[str]:
-    """All lines that were written to their end."""
+    """All complete lines."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -262,4 +262,4 @@ def _step_of(line: str) -> float:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
-        return math.inf  # not ours, or damaged: it cannot be shown
+        return math.inf  # damaged: dropped

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`build`: the model that settings describe. Everything a user of models needs can be imported from here.
+"""`build`: the model that settings describe. This module exports the trainer's models and their sizes.
 
     model = build(ModelSettings(size="150M"), device=device, dtype=torch.bfloat16, sequence=1024)
     model.checkpoint_layers()
     model.loss(tokens, targets).backward()
 
-Read `sizes.py` for what a size is, `blocks.py` for what a layer does, `experts.py` for mixtures of them,
-`transformer.py` for the whole, `initial.py` for the first weights. `stages.py` cuts a model for pipelines;
-`causal_lm.py` puts a model of the transformers package behind the same interface.
+`model_sizes.py` has the named sizes, `blocks.py` one layer, `transformer.py` the whole model, `language_model.py` the
+interface and the first weights. `stages.py` cuts a model for pipelines; `causal_lm.py` puts a model of the transformers
+package behind the same interface.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from offstage.train.blocks import Block
 from offstage.train.causal_lm import CausalLM, build_causal_lm
+from offstage.train.config import ModelSettings
 from offstage.train.language_model import LanguageModel
-from offstage.train.sizes import BYTES, SIZES, ModelConfig, num_active_parameters, num_parameters, with_overrides
+from offstage.train.model_sizes import BYTES, SIZES, ModelConfig, num_active_parameters, num_parameters, with_overrides
 from offstage.train.stages import Stage, mean_loss, stages
 from offstage.train.transformer import Transformer
-
-if TYPE_CHECKING:
-    from offstage.train.config import ModelSettings
 
 __all__ = [
     "BYTES",
@@ -45,7 +41,7 @@ __all__ = [
 
 
 def config_of(settings: ModelSettings, vocabulary: int = BYTES) -> ModelConfig:
-    """The sizes that `settings` name, for data of so many different tokens. A size's larger vocabulary stays."""
+    """The sizes that `settings` name, with a vocabulary of at least `vocabulary`."""
     size = SIZES[settings.size]
     return with_overrides(
         size,
@@ -69,10 +65,10 @@ def build(
     sequence: int,
     seed: int = 0,
 ) -> LanguageModel:
-    """The model that `settings` describe, with its first weights, made where it stays: there is no second copy.
+    """The model that `settings` describe, with its first weights, allocated on `device` without a second copy.
 
-    On the meta device it takes no memory and has no weights: for planning, and to be cut into stages or shards before
-    `materialize`. `sequence` is the longest there will be.
+    On the meta device it has no weights: for planning, and for cutting into stages or shards before `materialize`.
+    `sequence` is the longest input.
     """
     if settings.transformers is not None:
         return build_causal_lm(

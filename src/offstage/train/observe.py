@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Observer`: looks closely at one iteration, and writes what it saw for the report. Made by `loop.py`.
+"""`Observer`: records memory, lanes and CPU use of one iteration for the report.
 
     with Observer(model, optimizer, device) as observer:
         observer.mark("forward")
@@ -10,15 +10,14 @@
         ...
     observer.save(folder / "observed.json")
 
-It samples whose bytes are on the device at every layer's forward and backward (`owners.py`), and records when each lane
-worked (`lane_spans.py`) and how many of the CPU's cores were busy. The iteration computes the same bits. Phases may be
-marked as often as they come. With `overlap_forward` the updates end under the next forward: an observer that is kept
-open sees that forward too, and ends with it.
+It samples device memory by owner at every layer's forward and backward (`memory_by_owner.py`), and records when lanes
+and CPU cores worked (`timeline.py`). The iteration computes the same bits. A phase may be marked several times. With
+`overlap_forward` the updates end under the next forward: an observer that stays open records that forward too.
 
-On an accelerator the device is idle when observing begins, so that all clocks begin together; times are those at which
-the caller's stream came by, and the allocator hands memory on in the same order.
+On an accelerator, observing begins with the device idle, so that all clocks start together; times are those at which
+the caller's stream reached a point, and the allocator reuses memory in the same order.
 
-Looking must never be what ends a run: whatever fails in it is logged and noted in the file, and training goes on.
+An error while observing never ends a run: it is logged and noted in the file, and training continues.
 """
 
 from __future__ import annotations
@@ -39,14 +38,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from offstage import OffstageError
 from offstage.activations.layers import layers_of
 from offstage.activations.offload import lanes_of
-from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lanes
-from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
-from offstage.train.cpu_use import CpuUse
-from offstage.train.lane_spans import COMPUTE, DeviceTrace, LaneWatch, Span, Spans, busy_ms, link_use, merged
-from offstage.train.memory_by_owner import OWNERS, Allocations, Owners
+from offstage.train.memory_by_owner import OWNERS, Allocations, MemoryByOwner, engines_of
+from offstage.train.timeline import COMPUTE, CpuUse, DeviceTrace, LaneWatch, Span, Spans, busy_ms, link_use, merged
 
 logger = logging.getLogger("offstage")
 
@@ -64,7 +61,7 @@ class _Sample:
 class Observer:
     """One iteration, observed. A context manager around it."""
 
-    # Initialization
+    # Initialization #
 
     def __init__(
         self,
@@ -75,7 +72,7 @@ class Observer:
         layers: Sequence[nn.Module] | None = None,
         step: int | None = None,
     ) -> None:
-        """`layers`: whose forward and backward are looked at; without, the children of the longest `ModuleList`."""
+        """`layers`: sampled at their forward and backward; by default, the children of the longest `ModuleList`."""
         self._model, self._optimizer, self._device = model, optimizer, _numbered(torch.device(device))
         self._layers = list(layers) if layers is not None else _layers(model)
         self._step = step
@@ -86,7 +83,7 @@ class Observer:
         self._notes: list[str] = []
         self._looking = self._is_over = False
         self._end: Any = None
-        self._owners: Owners | None = None
+        self._memory_by_owner: MemoryByOwner | None = None
         is_compiled = any(_is_compiled(module) for module in model.modules())
         self._allocations = Allocations() if self._on_host and not is_compiled else None
         if self._on_host and self._allocations is None:
@@ -98,7 +95,7 @@ class Observer:
 
     def __enter__(self) -> Observer:
         with self._harmless("the owners of device memory are not known"):
-            self._owners = Owners(self._model, self._optimizer, self._device)
+            self._memory_by_owner = MemoryByOwner(self._model, self._optimizer, self._device)
             self._bind()
         if not self._on_host:
             with self._harmless("torch's profiler did not start: no timeline of the lanes"):
@@ -127,13 +124,13 @@ class Observer:
     def _bind(self) -> None:
         inside = _inside_compiled(self._model)
         for number, layer in enumerate(self._layers):
-            if layer in inside:  # nothing there runs Python
+            if layer in inside:  # compiled code runs no hooks
                 continue
             if layer._compiled_call_impl is not None:
                 self._wrap(number, layer, layer._compiled_call_impl)
                 continue
             before = layer.register_forward_pre_hook(functools.partial(self._before_forward, number))
-            # Always: a checkpoint that has made again all that backward needs leaves the layer with an exception.
+            # always_call: a checkpoint stops recomputing a layer with an exception once backward has what it needs.
             after = layer.register_forward_hook(functools.partial(self._after_forward, number), always_call=True)
             self._open.callback(before.remove)
             self._open.callback(after.remove)
@@ -143,7 +140,7 @@ class Observer:
         self._open.callback(after_step.remove)
 
     def _wrap(self, number: int, layer: nn.Module, compiled: Callable[..., Any]) -> None:
-        """Compiled in place: a hook would be compiled too, so the call itself is wrapped."""
+        """Wrap the call of a layer compiled in place: a hook would be compiled too."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._before_forward(number)
@@ -156,9 +153,8 @@ class Observer:
 
     @contextlib.contextmanager
     def _leaving_out_slots(self, allocations: Allocations) -> Iterator[None]:
-        """Slots are counted by whoever has them."""
-        engines = runtime_of(self._optimizer).engines if isinstance(self._optimizer, OffloadedOptimizer) else []
-        lanes = [engine.transport.lanes for engine in engines if engine.transport.is_open]
+        """Leave slots out of `allocations`: `MemoryByOwner.slots` counts them."""
+        lanes = _optimizer_lanes(self._optimizer)
         for one in lanes:
             vars(one)["empty"] = allocations.leave_out(one.empty)
         try:
@@ -167,14 +163,14 @@ class Observer:
             for one in lanes:
                 vars(one).pop("empty", None)
 
-    # Runtime
+    # Runtime #
 
     def mark(self, phase: str) -> None:
         """A phase begins: ``"forward"``, ``"backward"`` or ``"step"``."""
         if not self._looking:
             return
         if phase != "forward" and any(earlier == "step" for earlier, _ in self._phases):
-            self._stop()  # the next forward is over
+            self._stop()  # the next forward has ended
             return
         with self._harmless(f"the beginning of {phase} is not known"):
             self._phases.append((phase, self._clock.stamp()))
@@ -186,7 +182,7 @@ class Observer:
     def _after_forward(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
         self._sample(f"layer {number} forward ends")
         if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
-            return  # made again for backward, by a checkpoint
+            return  # a checkpoint recomputes it for backward
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if self._looking and isinstance(first, torch.Tensor) and first.requires_grad:
             reached = functools.partial(self._reached, number)
@@ -196,12 +192,12 @@ class Observer:
         self._sample(f"layer {number} backward")
 
     def _sample(self, where: str) -> None:
-        if not self._looking or self._owners is None:
+        if not self._looking or self._memory_by_owner is None:
             return
         with self._harmless("device memory is not known from some moment on"):
             at = self._clock.stamp()
-            owned = self._owners.owned()
-            slots, window = self._owners.slots()
+            owned = self._memory_by_owner.owned()
+            slots, window = self._memory_by_owner.slots()
             nbytes = {owner: sum(storages.values()) for owner, storages in owned.items()}
             nbytes |= {"slots": slots, "window": window}
             if self._allocations is not None:
@@ -219,11 +215,11 @@ class Observer:
     def _stop(self) -> None:
         self._is_over = True
         with self._harmless("the end of the iteration is not known"):
-            if self._owners is not None:
-                self._owners.refresh()
+            if self._memory_by_owner is not None:
+                self._memory_by_owner.refresh()
             self._sample("end")
             self._end = self._clock.stamp()
-        self._looking = False  # hooks on tensors of a graph that is still alive do nothing from now on
+        self._looking = False  # hooks on tensors of a graph that is still alive then do nothing
         self._cpu.stop()
         self._watch.stop()
         self._open.close()
@@ -244,13 +240,13 @@ class Observer:
             self._notes.append(text)
             logger.warning("observing an iteration: %s", text)
 
-    # Writing
+    # Writing #
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write what was seen as JSON, as a whole or not at all."""
+        """Write what was recorded as JSON, atomically."""
         if not self._is_over:
             raise OffstageError(
-                "Observer.save() writes an iteration that is over; found one that is not. Leave the context first."
+                "Observer.save() expects an iteration that has ended; found one that has not. Leave the context first."
             )
         path = Path(path)
         temporary = path.with_name(f".{path.name}.tmp")
@@ -259,7 +255,7 @@ class Observer:
             temporary.replace(path)
 
     def observed(self) -> dict[str, Any]:
-        """All that was seen, in milliseconds since the iteration began, and bytes."""
+        """Everything recorded, in milliseconds since the iteration began, and bytes."""
         end = self._clock.ms(self._end) if self._end is not None else 0.0
         spans: Spans = {}
         with self._harmless("torch's profile could not be read: no timeline of the lanes"):
@@ -297,7 +293,7 @@ class Observer:
 
 
 class _Clock:
-    """Moments of the iteration: of the caller's stream on an accelerator, of the host without one."""
+    """Times in the iteration: of the caller's stream on an accelerator, of the host without one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -314,7 +310,7 @@ class _Clock:
         return event
 
     def ms(self, stamp: Any) -> float:
-        """Since the start. Waits until the device has come by."""
+        """Since the start. Waits until the device has reached the stamp."""
         if self._device.type == "cpu":
             return float(1e3 * (stamp - self._start))
         stamp.synchronize()
@@ -322,14 +318,14 @@ class _Clock:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """With its index, as tensors on it have it."""
+    """With its index, as tensors on it report it."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    with contextlib.suppress(OffstageError):  # a model without any is looked at in its phases only
+    with contextlib.suppress(OffstageError):  # a model without layers is sampled at its phases only
         return layers_of(model, None)
     return []
 
@@ -344,15 +340,17 @@ def _inside_compiled(model: nn.Module) -> set[nn.Module]:
     return {inner for region in regions for inner in region.modules() if inner is not region}
 
 
+def _optimizer_lanes(optimizer: torch.optim.Optimizer) -> list[Lanes]:
+    return [engine.transport.lanes for engine in engines_of(optimizer) if engine.transport.is_open]
+
+
 def _lanes(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Lanes]:
-    """Of the optimizer, and of activations that leave."""
-    engines = runtime_of(optimizer).engines if isinstance(optimizer, OffloadedOptimizer) else []
-    found = [engine.transport.lanes for engine in engines if engine.transport.is_open]
-    return [*found, *lanes_of(model)]
+    """Lanes of the optimizer, and of offloaded activations."""
+    return [*_optimizer_lanes(optimizer), *lanes_of(model)]
 
 
 def _between(phases: Sequence[tuple[str, float, float]], spans: Spans) -> list[Span]:
-    """On the CPU the thread that runs the model does all the lanes' work in between: the rest is the model's."""
+    """On the CPU the model's thread does the lanes' work in between: the remaining time is the model's."""
     busy = sorted((start, stop) for found in spans.values() for start, stop, _ in found)
     found: list[Span] = []
     for name, start, stop in phases:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Parallel`: who of the ranks does what. Ranks are stages × data: those of one stage are next to each other.
+"""`Parallel`: this rank's place in stages × data. Ranks of one stage are adjacent:
 
     rank = stage * data_ranks + data_rank
 
-Made by `loop.py` from what torchrun says; without torchrun there is one process and no process group.
+`started` reads it from torchrun's environment; without torchrun there is one process and no process group.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from offstage.errors import ConfigError, OffstageError
+from offstage import ConfigError, OffstageError
 from offstage.train.config import ParallelSettings
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """This rank's place. `mesh` is there if ranks share work; `sharded` if FSDP2 divides the weights of a stage."""
+    """This rank's place. `mesh` is set with a process group; `sharded` if FSDP2 divides the weights of a stage."""
 
     device: torch.device
     rank: int = 0
@@ -34,7 +34,7 @@ class Parallel:
     sharded: bool = False
     mesh: DeviceMesh | None = None
     host_group: dist.ProcessGroup | None = None
-    """All ranks, for host tensors."""
+    """Process group of all ranks, for host tensors."""
 
     @property
     def first(self) -> bool:
@@ -43,7 +43,7 @@ class Parallel:
 
     @property
     def data_ranks(self) -> int:
-        """Ranks of one stage: each has batches of its own."""
+        """Ranks of one stage: each has its own batches."""
         return self.ranks // self.stages
 
     @property
@@ -60,15 +60,15 @@ class Parallel:
         return self.mesh["stage"].get_group() if self.mesh is not None and self.stages > 1 else None
 
     def shard(self, module: nn.Module, groups: list[nn.Module | list[nn.Module]]) -> None:
-        """FSDP2 over the ranks of this stage, by groups; for weights that have no memory yet, or that all have."""
+        """Apply FSDP2 over the ranks of this stage, by groups. Weights are on meta, or the same on all ranks."""
         if self.sharded:
             assert self.mesh is not None
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # sums of bf16 gradients lose no small ones
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # bf16 sums would lose small gradients
             for part in (*groups, module):
                 fully_shard(part, mesh=self.mesh["data"], mp_policy=policy)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
-        """Of a loss that each data rank has, on the last of its stages; elsewhere `value` is 0."""
+        """The mean of the data ranks' losses, which are on the last stage; elsewhere `value` is 0."""
         if self.ranks > 1:
             dist.all_reduce(value)
             value = value / self.data_ranks
@@ -77,7 +77,7 @@ class Parallel:
 
 @contextlib.contextmanager
 def started(settings: ParallelSettings, device: torch.device) -> Iterator[Parallel]:
-    """The process group of torchrun, if there is one and nobody has made it yet, for as long as the block runs."""
+    """Within: torchrun's process group, made here unless the application has made it."""
     launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     ranks = int(os.environ["WORLD_SIZE"]) if launched else 1
     check_ranks(settings, ranks)
@@ -92,7 +92,7 @@ def started(settings: ParallelSettings, device: torch.device) -> Iterator[Parall
     try:
         yield _placed(settings, device)
     except BaseException:
-        own = own and ranks == 1  # others may never come to the same place: the group ends with the process
+        own = own and ranks == 1  # other ranks may not get here: the group ends with the process
         raise
     finally:
         if own:
@@ -100,7 +100,7 @@ def started(settings: ParallelSettings, device: torch.device) -> Iterator[Parall
 
 
 def check_ranks(settings: ParallelSettings, ranks: int) -> None:
-    """Raise if so many ranks cannot be stages × data as asked for."""
+    """Raise if `ranks` cannot be divided into stages × data as configured."""
     if ranks % settings.stages:
         raise ConfigError(
             f"parallel.stages={settings.stages} expects a number of ranks that it divides; found {ranks}. Start "
@@ -108,8 +108,8 @@ def check_ranks(settings: ParallelSettings, ranks: int) -> None:
         )
     if ranks // settings.stages > 1 and not settings.shards(ranks // settings.stages):
         raise ConfigError(
-            f"parallel.fsdp=false leaves {ranks // settings.stages} ranks per stage that nobody would keep alike; "
-            "expected one. Leave fsdp out, or start fewer ranks."
+            f"parallel.fsdp=false leaves {ranks // settings.stages} ranks per stage with separate weights; expected "
+            "one. Leave fsdp out, or start fewer ranks."
         )
 
 
@@ -142,7 +142,7 @@ def _own_device(device: torch.device, local_rank: int) -> torch.device:
     if accelerator is None or accelerator.type != device.type:
         found = "none" if accelerator is None else accelerator.type
         raise ConfigError(
-            f"run.device={device.type!r} expects such an accelerator; found {found}. Leave it out for what is there."
+            f"run.device={device.type!r} expects such an accelerator; found {found}. Leave it out for auto."
         )
     index = device.index if device.index is not None else local_rank
     if index >= torch.accelerator.device_count():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Passes`: forward and backward of one step's micro-batches, through a whole model or through pipeline stages.
 
-    loss = passes.gradients(tokens, optimizer)  # then clip, step, zero_grad
-
-`loop.py` makes one with `passes_for` and knows nothing else about where the layers are.
+passes = passes_for(config, parallel)
+with activation_mode(config.activations, passes, device):
+    loss = passes.gradients(tokens, optimizer, mark)  # then clip, step, zero_grad
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage import ConfigError, OffloadedOptimizer, offload_activations
+from offstage.activations.offload import ActivationOffload
 from offstage.tensors import reshard
-from offstage.train.config import TrainConfig
-from offstage.train.model import LanguageModel, build, stages
+from offstage.train.config import ActivationSettings, TrainConfig
+from offstage.train.model import BYTES, LanguageModel, build, stages
 from offstage.train.parallel import Parallel
 from offstage.train.stages import Stage, mean_loss
 
 Mark = Callable[[str], None]
-"""Told what begins: ``"forward"``, ``"backward"``."""
+"""Called with the phase that begins: ``"forward"``, ``"backward"``."""
 
 SCHEDULES: dict[str, Any] = {
     "1F1B": Schedule1F1B,
@@ -35,24 +36,28 @@ SCHEDULES: dict[str, Any] = {
     "Interleaved1F1B": ScheduleInterleaved1F1B,
 }
 STAGES_PER_RANK = {"Interleaved1F1B": 2}
+TEMPERATURE = 0.8
+"""Of samples: below 1, because short samples of a small model are then easier to judge."""
+_USABLE = 0.95
+"""Share of a device's memory that can be planned with: some is lost to fragmentation."""
 
 
 class Passes(abc.ABC):
     """Every rank calls every method, with the tokens [sequences, sequence + 1] of its data rank."""
 
     model: nn.Module
-    """What of the model is on this rank, under the names that it has in the whole."""
+    """This rank's part of the model, under the names of the whole."""
 
     pieces: list[nn.Module]
-    """What is called: the model, or the stages of this rank."""
+    """The modules that are called: the model, or the stages of this rank."""
 
     @abc.abstractmethod
     def gradients(self, tokens: torch.Tensor, optimizer: OffloadedOptimizer, mark: Mark) -> torch.Tensor:
-        """Backward of the whole step. The mean loss, on ranks that know it; 0 on the others."""
+        """Backward of the whole step. Returns the mean loss on ranks that have it; 0 on the others."""
 
     @abc.abstractmethod
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The same for an evaluation, without gradients."""
+        """The mean loss for an evaluation, without gradients."""
 
     @abc.abstractmethod
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -64,7 +69,7 @@ class Passes(abc.ABC):
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Within: forwards as for an evaluation."""
+        """Within: evaluation mode, without gradients."""
         for piece in self.pieces:
             piece.eval()
         try:
@@ -72,7 +77,7 @@ class Passes(abc.ABC):
                 yield
         finally:
             for piece in self.pieces:
-                reshard(piece)  # a forward without backward leaves gathered weights behind
+                reshard(piece)  # a forward without backward keeps gathered weights
                 piece.train()
 
 
@@ -106,12 +111,12 @@ class Whole(Passes):
 
 
 class Staged(Passes):
-    """Some stages of the model on each rank, one micro-batch behind the other."""
+    """Some stages of the model on each rank, with micro-batches in a pipeline schedule."""
 
     def __init__(self, owned: dict[int, Stage], parallel: Parallel, config: TrainConfig) -> None:
         """`owned`: this rank's stages by their numbers."""
         self.pieces = list(owned.values())
-        self.model = self.pieces[0] if len(owned) == 1 else Joined(list(owned.values()))
+        self.model = self.pieces[0] if len(owned) == 1 else JoinedStages(list(owned.values()))
         self._owned, self._parallel = owned, parallel
         self._num_stages = len(owned) * parallel.stages
         self._group = parallel.stage_group
@@ -125,7 +130,7 @@ class Staged(Passes):
         self._schedule = schedule(pipelined if several else pipelined[0], config.data.micro_batches, loss_fn=mean_loss)
 
     def gradients(self, tokens: torch.Tensor, optimizer: OffloadedOptimizer, mark: Mark) -> torch.Tensor:
-        mark("forward")  # and backwards between forwards: the schedule's order is its own
+        mark("forward")  # the schedule interleaves forwards and backwards
         inputs = [tokens[:, :-1]] if 0 in self._owned else []
         losses: list[torch.Tensor] = []
         if self._has_last:
@@ -153,7 +158,7 @@ class Staged(Passes):
         return found
 
     def _relay(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> torch.Tensor | None:
-        """One batch through all stages in turn; what the last one gives, where it is."""
+        """One batch through all stages in turn; returns the last one's output on its rank."""
         stages, mine = self._parallel.stages, self._parallel.stage
         x = tokens
         for number in range(self._num_stages):
@@ -165,14 +170,14 @@ class Staged(Passes):
                 x = torch.empty((*tokens.shape, piece.config.width), dtype=dtype, device=tokens.device)
                 dist.recv(x, group=self._group, group_src=(number - 1) % stages)
             found = piece(x, targets=targets)
-            x = found[0] if isinstance(found, tuple) else found  # what experts say of their balance is for training
+            x = found[0] if isinstance(found, tuple) else found  # without the balancing loss, which is for training
             if number < self._num_stages - 1:
                 dist.send(x.contiguous(), group=self._group, group_dst=(number + 1) % stages)
         return x if self._has_last else None
 
 
-class Joined(nn.Module):
-    """Several stages of one rank as one module without a forward, each parameter under its name in the whole model."""
+class JoinedStages(nn.Module):
+    """The stages of one rank as one module without a forward, with the parameter names of the whole model."""
 
     def __init__(self, pieces: list[Stage]) -> None:
         super().__init__()
@@ -186,8 +191,7 @@ class Joined(nn.Module):
 def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
     """The model of `config`, divided as `parallel` says, with its first weights and on its device.
 
-    A model that is divided is made without memory, compiled, sharded, and only then gets weights: each rank the ones it
-    keeps.
+    A divided model is made on meta, compiled, sharded, and only then gets weights: each rank allocates only its own.
     """
     whole = parallel.stages == 1
     late = not whole or parallel.sharded
@@ -210,3 +214,76 @@ def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
         if late:
             piece.materialize(parallel.device, config.run.seed)
     return Whole(model, config.data.micro_batches) if whole else Staged(pieces, parallel, config)
+
+
+@torch.no_grad()
+def sample_text(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], prompt: bytes, length: int, *, sequence: int, seed: int
+) -> bytes:
+    """`length` bytes that the model writes after `prompt`, one by one. All ranks call it.
+
+    `logits_of` takes [1, sequence] tokens and returns [1, sequence, vocabulary] on every rank. The window always has
+    training's length, padded with zeros at its end, which a causal model does not see: one shape for compiled blocks
+    and pipelines. Samples have their own generator and leave training's random numbers alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    text = bytearray(prompt)
+    for _ in range(length):
+        seen = bytes(text[-sequence:])
+        window = torch.zeros(1, sequence, dtype=torch.int64)
+        window[0, : len(seen)] = torch.frombuffer(bytearray(seen), dtype=torch.uint8)
+        logits = logits_of(window)[0, len(seen) - 1, :BYTES].float().cpu()
+        if not logits.isfinite().all():
+            break  # no text from weights that are not finite
+        chances = torch.softmax(logits / TEMPERATURE, dim=-1)
+        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(text[len(prompt) :])
+
+
+@contextlib.contextmanager
+def activation_mode(
+    settings: ActivationSettings, passes: Passes, device: torch.device
+) -> Iterator[list[ActivationOffload]]:
+    """Within: layers keep, recompute or offload activations as `settings` say. Yields the handles of offloading."""
+    handles: list[ActivationOffload] = []
+    with contextlib.ExitStack() as open_until_end:
+        if settings.checkpoints:
+            for piece in passes.pieces:
+                piece.checkpoint_layers()  # type: ignore[operator]
+        for piece, choice in _offloaded(settings, passes, device):
+            handles.append(open_until_end.enter_context(offload_activations(piece, **choice)))
+        yield handles
+
+
+def _offloaded(
+    settings: ActivationSettings, passes: Passes, device: torch.device
+) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """The modules to pass to `offload_activations`, with its settings."""
+    if settings.offloads:
+        for piece in passes.pieces:
+            if layers := _leaving(piece):
+                yield piece, {"layers": layers, "fraction": settings.fraction}
+    elif settings.mode == "auto" and (peak := _peak(settings, device)) is not None:
+        for piece in passes.pieces:
+            if isinstance(piece, Stage):
+                raise ConfigError(
+                    "activations.mode='auto' measures the whole model as it runs; found pipeline stages, which run in "
+                    "turns. Use 'checkpoint', 'offload' or 'checkpoint_and_offload'."
+                )
+            yield piece, {"layers": "auto", "device_peak": peak}
+
+
+def _leaving(piece: nn.Module) -> list[nn.Module]:
+    """All but the model's last layer, which backward needs at once."""
+    layers: list[nn.Module] = piece.layers()  # type: ignore[operator]
+    return layers if isinstance(piece, Stage) and not piece.last else layers[:-1]
+
+
+def _peak(settings: ActivationSettings, device: torch.device) -> int | None:
+    """The limit in bytes; `None` on the CPU without `device_peak`."""
+    if settings.device_peak is not None:
+        return int(settings.device_peak)
+    if device.type == "cpu":
+        return None
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(_USABLE * (free + torch.accelerator.memory_reserved(device)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows while it goes on: a line that moves, lines for a log, or JSON. Called by `loop.py` on one rank."""
+"""Progress of a run on one rank: a moving bar, lines for a log, or JSON."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+from offstage import OffstageError
 from offstage.config import format_size
-from offstage.errors import OffstageError
 from offstage.train.metrics import Row
 
 _EVERY_S = 15.0
@@ -22,27 +22,27 @@ _WIDE = 100
 
 
 class Progress(abc.ABC):
-    """Shows rows as they come, and says what happens between them."""
+    """Shows rows, and reports events between them."""
 
     @abc.abstractmethod
     def begin(self, step: int, steps: int) -> None:
-        """Training goes on after `step`, until `steps`."""
+        """Training continues after `step`, until `steps`."""
 
     @abc.abstractmethod
     def show(self, row: Row) -> None:
-        """A step is over."""
+        """A step has ended."""
 
     @abc.abstractmethod
     def say(self, text: str, **values: Any) -> None:
-        """Something happened. `values` are the same for machines."""
+        """Report an event. `values` are the same for programs."""
 
     def end(self) -> None:
-        """Training is over, one way or the other."""
+        """Training has ended, successfully or not."""
         return
 
 
-class Nothing(Progress):
-    """For all ranks but the first, whose words are everybody's."""
+class Silent(Progress):
+    """For all ranks but the first, which reports for all."""
 
     def begin(self, step: int, steps: int) -> None:
         return
@@ -55,11 +55,11 @@ class Nothing(Progress):
 
 
 class Quiet(Progress):
-    """A line now and then, and what matters."""
+    """A line every few seconds, and events."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._left = Left()
+        self._left = TimeLeft()
         self._shown_at = 0.0
         self._last = 0
 
@@ -106,7 +106,7 @@ class Json(Progress):
 
 
 class Rich(Progress):
-    """A bar with numbers beside it that moves; what is said stays above it."""
+    """A moving bar with numbers beside it, and events above it."""
 
     def __init__(self, stream: TextIO) -> None:
         try:
@@ -119,11 +119,11 @@ class Rich(Progress):
                 "run.progress='quiet'."
             ) from error
         console = Console(file=stream)
-        bar = [BarColumn(bar_width=16)] if console.width >= _WIDE else []  # the numbers alone need most of 80 columns
+        bar = [BarColumn(bar_width=16)] if console.width >= _WIDE else []  # the numbers need most of 80 columns
         columns = (*bar, MofNCompleteColumn(), TextColumn("{task.fields[cells]}"))
         self._bar = Bar(*columns, console=console, refresh_per_second=5)
         self._task: Any = None
-        self._left = Left()
+        self._left = TimeLeft()
 
     def begin(self, step: int, steps: int) -> None:
         self._left.begin(step, steps)
@@ -132,7 +132,7 @@ class Rich(Progress):
 
     def show(self, row: Row) -> None:
         self._left.update(row)
-        shown = [f"[dim]{name}[/] {value}" for name, value in cells(row) if name != "eval"]  # that was said above
+        shown = [f"[dim]{name}[/] {value}" for name, value in cells(row) if name != "eval"]  # reported above the bar
         self._bar.update(self._task, completed=row.step, cells="  ".join([*shown, self._left.text()]))
 
     def say(self, text: str, **values: Any) -> None:
@@ -142,8 +142,8 @@ class Rich(Progress):
         self._bar.stop()
 
 
-class Left:
-    """How long the rest will take, from the steps of the last while."""
+class TimeLeft:
+    """Estimate of the remaining time, from recent steps."""
 
     def __init__(self) -> None:
         self._steps = 0
@@ -156,7 +156,7 @@ class Left:
         self._seen_at = time.monotonic()
 
     def update(self, row: Row) -> None:
-        """By the clock: evaluations and saves take their time too."""
+        """By wall clock, so that evaluations and saves count too."""
         now = time.monotonic()
         took, self._seen_at, self._step = now - self._seen_at, now, row.step
         self._mean_s = took if self._mean_s is None else self._mean_s + (took - self._mean_s) / 20
@@ -170,7 +170,7 @@ class Left:
 
 
 def cells(row: Row) -> list[tuple[str, str]]:
-    """The numbers that people look at while they wait. Memory is the device's; without one, the host's."""
+    """The numbers to show beside a step. Memory is the device's; without one, the host's."""
     found = [("loss", "not finite" if row.loss is None else f"{row.loss:.4f}")]
     if row.eval_loss is not None:
         found.append(("eval", f"{row.eval_loss:.4f}"))
@@ -183,18 +183,18 @@ def cells(row: Row) -> list[tuple[str, str]]:
 
 
 def progress_for(kind: str, *, first: bool, stream: TextIO | None = None) -> Progress:
-    """What `run.progress` asks for; nothing on ranks that are not the `first`."""
+    """The kind named by `run.progress`; `Silent` on ranks other than the `first`."""
     stream = sys.stdout if stream is None else stream
     if not first:
-        return Nothing()
+        return Silent()
     if kind == "auto":
         kind = "rich" if stream.isatty() and _has_rich() else "quiet"
     kinds: dict[str, Callable[[TextIO], Progress]] = {"rich": Rich, "quiet": Quiet, "json": Json}
     return kinds[kind](stream)
 
 
-class _Spoken(logging.Handler):
-    """Warnings of the library go where progress goes, a line each: what fails raises, with everything there is."""
+class _ToProgress(logging.Handler):
+    """Sends the first line of each warning of the library to progress; errors are raised in full elsewhere."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__(logging.WARNING)
@@ -206,13 +206,13 @@ class _Spoken(logging.Handler):
 
 
 @contextlib.contextmanager
-def spoken_warnings(progress: Progress) -> Iterator[None]:
-    """Within: a bar that moves is not torn by warnings. Whoever has configured logging has it as configured."""
+def warnings_to_progress(progress: Progress) -> Iterator[None]:
+    """Within: warnings do not break the bar. If the application has configured logging, nothing changes."""
     logger = logging.getLogger("offstage")
     if logger.hasHandlers():
         yield
         return
-    handler = _Spoken(progress)
+    handler = _ToProgress(progress)
     logger.addHandler(handler)
     try:
         yield

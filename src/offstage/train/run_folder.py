@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`RunFolder`: where everything about a run lies, held by one run at a time. Written by `loop.py`, read by reports.
+"""`RunFolder`: the files of a run, locked by one run at a time.
 
 config.toml      the settings, what "auto" came to included
 run.json         command, versions, machine, plan
@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offstage.errors import OffstageError
+from offstage import OffstageError
 
 
 class RunFolder:
-    """The files of one run. One process writes them: the first rank."""
+    """The files of one run. Only the first rank writes them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -39,8 +39,8 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[RunFolder]:
-        """Within: nobody else trains here. The system lets go of it whatever way the process ends."""
+    def locked(self) -> Iterator[RunFolder]:
+        """Within: no other process trains here. The system releases the lock however the process ends."""
         with named(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = (self.path / ".lock").open("a")
@@ -59,7 +59,7 @@ class RunFolder:
             yield self
 
     def write_text(self, path: Path, text: str) -> None:
-        """A small file that is the old one or the new one, whatever happens."""
+        """Replace a small file atomically."""
         with named(path):
             temporary = path.with_name(f".{path.name}.tmp")
             temporary.write_text(text, encoding="utf-8")
@@ -69,25 +69,27 @@ class RunFolder:
         self.write_text(path, json.dumps(values, indent=1, default=str) + "\n")
 
     def read_json(self, path: Path) -> dict[str, Any]:
-        """What `write_json` wrote; empty if there is nothing, or nothing sound."""
+        """What `write_json` wrote; empty if the file is missing or damaged."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def append(self, path: Path, text: str) -> None:
-        with named(path), path.open("a", encoding="utf-8") as file:
-            file.write(text)
+    def append_sample(self, step: int, prompt: bytes, written: bytes) -> None:
+        """Add to samples.txt: the prompt in brackets, and bytes that are not UTF-8 as escapes."""
+        shown = [part.decode("utf-8", errors="backslashreplace") for part in (prompt, written)]
+        with named(self.samples), self.samples.open("a", encoding="utf-8") as file:
+            file.write(f"--- step {step} ---\n[{shown[0]}]{shown[1]}\n\n")
 
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """The system's errors with the path and what to do."""
+    """Add the path and the remedy to errors of the file system."""
     try:
         yield
     except OSError as error:
         raise OffstageError(
-            f"{path} could not be written: {error.strerror or error}. Complete checkpoints are as they were: mend the "
-            "cause, and run the same command again to go on from the newest."
+            f"{path} could not be written: {error.strerror or error}. Complete checkpoints are unchanged: fix the "
+            "cause, and run the same command again to continue from the newest."
         ) from error

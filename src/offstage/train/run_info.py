@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run was: command, versions, machine, model, plan. `loop.py` writes it to `run.json`, reports show it."""
+"""`run_info`: command, versions, machine, model and plan of a run, for `run.json`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,8 @@ from typing import Any
 import torch
 
 import offstage
-from offstage.errors import OffstageError
+from offstage import OffloadedOptimizer, OffstageError, Plan, Workload, make_plan, measure_machine
 from offstage.memory.cpus import usable_cpus
-from offstage.optimizer.optimizer import OffloadedOptimizer
-from offstage.planning.measure import measure_machine
-from offstage.planning.plan import Plan
-from offstage.planning.planner import make_plan
-from offstage.planning.predict import Workload
 from offstage.train.config import TrainConfig
 from offstage.train.metrics import Meter
 from offstage.train.model import config_of
@@ -30,7 +25,7 @@ from offstage.train.parallel import Parallel
 logger = logging.getLogger("offstage")
 
 
-def about_run(
+def run_info(
     config: TrainConfig, parallel: Parallel, optimizer: OffloadedOptimizer, *, parameters: int
 ) -> dict[str, Any]:
     """Plain values for JSON."""
@@ -53,7 +48,7 @@ def about_run(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """The host and the device, in words and bytes."""
+    """Names and sizes of the host and the device."""
     found: dict[str, Any] = {
         "host": platform.platform(),
         "cpus": usable_cpus(),
@@ -68,7 +63,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def identity(config: TrainConfig, device: torch.device) -> dict[str, Any]:
-    """What must be equal for a checkpoint of one run to fit another. Of another package's model, its tensors tell."""
+    """What must be equal for a checkpoint of one run to fit another; loading compares transformers models."""
     dtype = str(config.model.dtype_on(device)).removeprefix("torch.")
     if config.model.transformers is not None:
         return {"package": "transformers", "dtype": dtype}
@@ -78,9 +73,9 @@ def identity(config: TrainConfig, device: torch.device) -> dict[str, Any]:
 def predicted_plan(
     optimizer: OffloadedOptimizer, config: TrainConfig, meter: Meter, device: torch.device
 ) -> Plan | None:
-    """The run's plan with what `make_plan` predicts of such a run; `None` if nothing leaves the device.
+    """The run's plan with the prediction of `make_plan` for such a run; `None` if nothing leaves the device.
 
-    Forward and backward are as long as they were, less what they waited for updates.
+    The workload is the measured forward and backward, less the time they waited for updates.
     """
     forward, backward = meter.phase_ms("forward"), meter.phase_ms("backward")
     placed = optimizer.plan
@@ -98,13 +93,14 @@ def predicted_plan(
         clips=bool(config.optimizer.clip),
     )
     try:
-        told = make_plan(list(placed.sizes), measure_machine(device), offload, workload=workload)
-        return dataclasses.replace(placed, prediction=told.prediction, candidates=told.candidates, notes=told.notes)
+        predicted = make_plan(list(placed.sizes), measure_machine(device), offload, workload=workload)
+        found = {name: getattr(predicted, name) for name in ("prediction", "candidates", "notes")}
+        return dataclasses.replace(placed, **found)
     except (OffstageError, MemoryError, torch.OutOfMemoryError) as error:
         logger.warning("the planner has no prediction for the report: %s", error)
         return None
 
 
 def num_parameters_of(model: torch.nn.Module) -> int:
-    """Of this rank's stages; a sharded one counts whole."""
+    """Parameters of this rank's stages; a sharded one counts whole."""
     return sum(param.numel() for param in model.parameters())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of dataclass fields as people write them: in Python, in TOML, on a command line. One check for all three.
+"""Checks values of dataclass fields given in Python, in TOML or on a command line.
 
-`checked` is what a settings class calls in `__post_init__`, `from_text` reads what stood on a command line, `nearest`
-names what was probably meant. Used by `train/config.py` and `flags.py`.
+A settings class calls `checked` in `__post_init__`; `from_text` parses words of a command line; `nearest` suggests a
+name for an unknown one.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from offstage.errors import ConfigError
+from offstage import ConfigError
 
 _MOST_NAMES = 20
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the one that was meant, or all of them if they are few."""
+    """The end of a message about an unknown name: the nearest one, or all of them if they are few."""
     known = list(known)
-    # `steps` is meant to find `run.steps`, and so is `model.steps`.
+    # `steps` and `model.steps` should both find `run.steps`.
     same = [one for one in known if one.split(".")[-1] == name.split(".")[-1]]
     if found := same or difflib.get_close_matches(name, known, n=1):
         return f"Did you mean {' or '.join(found)}?"
@@ -42,7 +42,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 @functools.cache
 def descriptions(cls: type) -> dict[str, str]:
-    """What stands under each field."""
+    """The docstring under each field."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -55,13 +55,13 @@ def descriptions(cls: type) -> dict[str, str]:
 
 
 def checked(settings: Any, section: str) -> None:
-    """Every field of a frozen dataclass as its annotation says, or a `ConfigError` that names it."""
+    """Convert every field of a frozen dataclass to its annotation, or raise a `ConfigError` that names it."""
     for name, annotation in field_types(settings.__class__).items():
         object.__setattr__(settings, name, check(getattr(settings, name), annotation, f"{section}.{name}"))
 
 
 def check(value: Any, annotation: Any, name: str) -> Any:
-    """`value`, a list as the tuple and an int as the float that it stands for; anything else raises."""
+    """`value`, with lists converted to tuples and ints to floats where annotated so; raises if it does not fit."""
     for choice in choices(annotation):
         fits, found = _as(value, choice)
         if fits:
@@ -70,7 +70,7 @@ def check(value: Any, annotation: Any, name: str) -> Any:
 
 
 def from_text(texts: Sequence[str], annotation: Any, name: str) -> Any:
-    """What was written on a command line for one field: most fields take one word, tuples several."""
+    """Parse the words of one field on a command line: most fields take one word, tuples several."""
     for choice in choices(annotation):
         fits, found = _read(texts, choice)
         if fits:
@@ -109,7 +109,7 @@ def _remedy(value: Any, annotation: Any) -> str:
 
 @functools.cache
 def choices(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union, the narrower first: a text that is a number is not meant as a text."""
+    """The members of a union, the narrower first: text that is a number is read as a number."""
     if get_origin(annotation) not in (Union, types.UnionType):
         return (annotation,)
     order = [type(None), Literal, bool, int, float, tuple, Mapping, str]
@@ -118,9 +118,9 @@ def choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _as(value: Any, choice: Any) -> tuple[bool, Any]:
-    """Whether `value` fits one member of a union, and as what."""
+    """Whether `value` fits one member of a union, and the converted value."""
     if get_origin(choice) is Literal:
-        # True == 1: the type has to fit too.
+        # True == 1: compare the type too.
         return any(value == one and type(value) is type(one) for one in get_args(choice)), value
     if get_origin(choice) is tuple:
         return _as_tuple(value, get_args(choice))
@@ -145,7 +145,7 @@ def _as_tuple(value: Any, items: tuple[Any, ...]) -> tuple[bool, Any]:
 
 
 def _read(texts: Sequence[str], choice: Any) -> tuple[bool, Any]:
-    """The same for words of a command line."""
+    """The same as `_as` for words of a command line."""
     if get_origin(choice) is tuple:
         items = get_args(choice)
         items = (items[0],) * len(texts) if items[-1] is ... else items

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C, SIGTERM, a save that failed: reasons to stop after the step under way, on all ranks after the same one.
+"""`StopRequests`: Ctrl-C, SIGTERM or a failed save stop the run after the step under way, on all ranks after the same.
 
-`loop.py` asks once per step. A handler does nothing but write the request down, so that no step, save or collective is
-ever cut in two by it.
+The signal handler only records the request, so that it interrupts no step, save or collective.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FAILED = 1000
-"""Above all signals: it counts more."""
+"""Larger than all signal numbers: it takes precedence."""
 IMPATIENT_S = 2.0
-"""A second Ctrl-C ends the process at once. What comes sooner is the same one, which torchrun passes on."""
+"""A second Ctrl-C after this time ends the process at once. Sooner, it is the same one, forwarded by torchrun."""
 
 
-class Stopping:
-    """Whether somebody has asked this run to stop."""
+class StopRequests:
+    """Requests to stop this run."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """`group`: one of host tensors over all ranks, if there are several."""
@@ -36,8 +35,8 @@ class Stopping:
         self._reducing: dist.Work | None = None
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[Stopping]:
-        """Within: signals are requests. Python delivers them to the main thread; elsewhere nothing is installed."""
+    def listening(self) -> Iterator[StopRequests]:
+        """Within: signals are requests. Handlers can be installed in the main thread only."""
         before = {}
         if threading.current_thread() is threading.main_thread():
             before = {number: signal.signal(number, self._hear) for number in SIGNALS}
@@ -48,13 +47,13 @@ class Stopping:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def ask(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """As if the signal had come."""
+        """Request a stop, as the signal does."""
         self._asked, self._asked_at = int(number), time.monotonic()
 
     def begin_step(self, *, failed: bool = False) -> None:
-        """Ranks begin to agree: what came before this counts. Nobody waits here.
+        """Start to exchange the requests so far between ranks, without waiting.
 
-        `failed`: this rank cannot go on, for a reason that it will tell itself.
+        `failed`: this rank cannot continue, and reports the reason itself.
         """
         self._flag[0] = FAILED if failed else self._asked
         if self._group is not None:

@@ -3,14 +3,14 @@
 
     model = build(settings, device="meta", dtype=dtype, sequence=sequence)
     stage = stages(model, num_stages)[index]
-    stage.materialize(device, seed)  # only this piece takes memory
+    stage.materialize(device, seed)  # allocates this piece only
     schedule = Schedule1F1B(PipelineStage(stage, index, num_stages, device), micro_batches, loss_fn=mean_loss)
     if stage.first: schedule.step(tokens)
     elif stage.last: schedule.step(target=targets, targets=targets, losses=losses)
     else: schedule.step()
 
 The last stage computes the loss inside its forward (hence `targets` as its argument as well), so that logits exist in
-slices only and whatever hooks a module (FSDP2, offloading) sees all of its parameters used in its forward.
+slices only, and hooks (FSDP2, offloading) see all of a module's parameters used in its forward.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from offstage.errors import ConfigError
-from offstage.train.initial import initialize
-from offstage.train.language_model import LanguageModel
+from offstage import ConfigError
+from offstage.train.language_model import LanguageModel, initialize
 from offstage.train.transformer import Transformer, run_blocks, with_balance
 
 
 class Stage(nn.Module):
-    """Blocks `start` to `stop` of a model, under the names they have there: a checkpoint fits any number of stages.
+    """Blocks `start` to `stop` of a model, under their names in the model: a checkpoint fits any number of stages.
 
-    The first reads tokens, the last gives logits, or with `targets` the mean loss (shape [1]: schedules join the
-    outputs of micro-batches). Between stages go features [B, T, W] and, with experts, the balancing loss so far.
+    The first takes tokens; the last returns logits, or with `targets` the mean loss (shape [1]: schedules concatenate
+    the outputs of micro-batches). In between: features [B, T, W] and, with experts, the balancing loss so far.
     """
 
     def __init__(self, model: Transformer, start: int, stop: int) -> None:
@@ -45,12 +44,12 @@ class Stage(nn.Module):
         self.checkpointed = model.checkpointed
 
     def materialize(self, device: torch.device | str, seed: int = 0) -> None:
-        """Give a stage of a model on meta its memory and first weights: those the whole model would begin with."""
+        """Allocate a stage of a model on meta, with the first weights of the whole model."""
         self.to_empty(device=device)
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """First weights, in place."""
+        """Fill in first weights."""
         initialize(self, self.config.layers, seed)
 
     def layers(self) -> list[nn.Module]:
@@ -58,12 +57,12 @@ class Stage(nn.Module):
         return list(self.blocks.values())
 
     def groups(self) -> list[nn.Module | list[nn.Module]]:
-        """As for the whole model."""
+        """See `LanguageModel.groups`."""
         ends = [[self.norm, self.head]] if self.norm is not None and self.head is not None else []
         return [*self.layers(), *ends]
 
     def checkpoint_layers(self, numbers: Collection[int] | None = None) -> None:
-        """As for the whole model, with its numbers."""
+        """See `LanguageModel.checkpoint_layers`; numbers count from the model's first block."""
         self.checkpointed = frozenset(range(self.config.layers) if numbers is None else numbers)
 
     def forward(
@@ -83,7 +82,7 @@ class Stage(nn.Module):
 
 
 def mean_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The `loss_fn` of a schedule: the last stage has computed it already."""
+    """The `loss_fn` of a schedule: the last stage has already computed the loss."""
     return output.squeeze(0)
 
 

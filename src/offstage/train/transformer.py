@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Transformer`: blocks between an embedding and a head, and the loss.
 
-It is made on meta and gets its memory in one piece, where it stays: a model that fills a device is never there twice.
+It is made on meta and then allocated on its device, so that there is never a second copy.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from offstage.train.blocks import Block, rotary
-from offstage.train.initial import initialize
-from offstage.train.language_model import LanguageModel
-from offstage.train.sizes import ModelConfig
+from offstage.train.language_model import LanguageModel, initialize
+from offstage.train.model_sizes import ModelConfig
 
 LOSS_SLICE_BYTES = 256 * 2**20
 """Most bytes of fp32 logits at a time while the loss is computed."""
@@ -31,7 +30,7 @@ class Transformer(LanguageModel):
     ) -> None:
         super().__init__()
         self.config, self.vocabulary = config, config.vocabulary
-        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}  # torch's own first weights are not wanted
+        factory: dict[str, Any] = {"device": "meta", "dtype": dtype}  # without torch's own initialization
         self.embedding = nn.Embedding(config.vocabulary, config.width, **factory)
         self.blocks = nn.ModuleList(Block(config, **factory) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps, **factory)
@@ -46,7 +45,7 @@ class Transformer(LanguageModel):
         self.reset_parameters(seed)
 
     def reset_parameters(self, seed: int = 0) -> None:
-        """First weights, in place."""
+        """Fill in first weights."""
         initialize(self, self.config.layers, seed)
 
     def layers(self) -> list[nn.Module]:
@@ -70,9 +69,9 @@ class Transformer(LanguageModel):
 class Head(nn.Linear):
     """Logits [B, T, V] of the last features `x` [B, T, W]; with `targets` [B, T], the mean loss instead.
 
-    Logits are the largest tensor of a model with a large vocabulary. For the loss those of one slice exist at a time,
-    in forward and, computed again, in backward. All slices are in one forward: FSDP2 gathers the weight once for them
-    and reduces its gradient once, which is the first that backward has.
+    Logits are the largest tensor of a model with a large vocabulary. For the loss, only one slice of them exists at a
+    time, in forward and, recomputed, in backward. All slices are in one forward, so that FSDP2 gathers the weight once
+    and reduces its gradient once.
     """
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
@@ -99,7 +98,7 @@ def run_blocks(
     table, balance = rotary(config, x), None
     for number, block in blocks:
         if number in checkpointed:
-            # Nothing in a block is random.
+            # A block uses no random numbers.
             x, added = checkpoint(block, x, table, use_reentrant=False, preserve_rng_state=False)
         else:
             x, added = block(x, table)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`write_report`: a run folder as one HTML page that needs nothing else. Called by `offstage report RUN`.
+"""`write_report`: a run folder as one self-contained HTML page.
 
-`recorded.py` reads the folder, `figures.py` and `tables.py` make parts of what is there, `page.py` puts them together.
-Figures are SVG, made by `chart.py`: text that can be searched, and colours that follow the reader's theme.
+`recorded.py` reads the folder, `figures.py` and `tables.py` make the parts, `page.py` the page. Figures are SVG
+(`chart.py`), with searchable text and colours that follow the reader's theme.
 """
 
 from offstage.train.report.page import write_report

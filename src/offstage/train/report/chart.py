@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Chart`: axes with units, and lines, areas and bars between them, as SVG. Used by `figures.py`.
+"""`Chart`: axes with units, and lines, areas and bars between them, as SVG.
 
-Colours are CSS variables of the page (`style.py`), so a figure follows the reader's theme. Text is never placed on
-data, and its width is estimated generously: no font is known here.
+Colours are CSS variables of the page (`style.py`), so that a figure follows the reader's theme. Text is never placed on
+data; its width is estimated generously, because the font is unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RIGHT = 18.0
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a chart: what it says, and from where to where it goes."""
+    """One dimension of a chart: its label and range."""
 
     label: str
     """With the unit."""
@@ -32,9 +32,9 @@ class Axis:
     scale: float = 1.0
     """Values are divided by this before they are shown: the unit."""
     whole: bool = False
-    """Only whole numbers mean something."""
+    """Ticks at whole numbers only."""
     parts: int = 0
-    """Into how many it is divided, if that is known."""
+    """Number of intervals, if known."""
 
     def ticks(self, most: int) -> list[float]:
         """At most `most` round values between the ends, in the axis's unit."""
@@ -107,7 +107,7 @@ class Chart:
     ) -> None:
         """`y`: `None` for a chart of rows. `left`: room there; by default what the ticks of `y` need.
 
-        `names`: spans of `x` whose names stand above.
+        `names`: spans of `x`, with names to write above them.
         """
         self.x, self.y, self.width, self.height = x, y, width, height
         self._y_ticks = y.ticks(y.parts + 1) if y is not None else []
@@ -123,7 +123,7 @@ class Chart:
         for x_at, line, name in placed:
             self.text(x_at, self.top - 5.0 - _LINE * line, name, kind="quiet")
 
-    # Places
+    # Coordinates #
 
     def at_x(self, value: float) -> float:
         share = (value - self.x.low) / (self.x.high - self.x.low)
@@ -134,7 +134,7 @@ class Chart:
         share = (value - self.y.low) / (self.y.high - self.y.low)
         return self.bottom - min(1.0, max(0.0, share)) * (self.bottom - self.top)
 
-    # Drawing
+    # Drawing #
 
     def line(self, points: Sequence[Point], color: str, *, dashed: bool = False, width: float = 1.8) -> None:
         """Through all points; a single one is a dot."""
@@ -185,7 +185,7 @@ class Chart:
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{css}>{escape(text)}</text>')
 
     def _placed(self, names: Sequence[tuple[str, float, float]]) -> list[tuple[float, int, str]]:
-        """Where each name stands: over the beginning of its span, in the lowest of two lines that is free there."""
+        """Place each name above the beginning of its span, in the lowest of two lines that is free there."""
         found, taken = [], [0.0, 0.0]
         for name, start, _ in names:
             left = min(self.at_x(start) + 2.0, self.width - text_width(name))
@@ -198,10 +198,10 @@ class Chart:
     def _path(self, points: Sequence[Point]) -> str:
         return "M" + " L".join(f"{self.at_x(x):.1f} {self.at_y(y):.1f}" for x, y in points)
 
-    # The whole
+    # The figure #
 
     def svg(self, description: str) -> str:
-        """The figure, with its axes; `description` is for those who cannot see it."""
+        """The figure, with its axes; `description` is its text alternative."""
         return (
             f'<svg viewBox="0 0 {self.width:.0f} {self.height:.0f}" role="img" aria-label="{escape(description)}">'
             f"{''.join(self._ground)}{self._grid()}{''.join(self._parts)}{self._x_axis()}{self._y_label()}</svg>"
@@ -239,7 +239,7 @@ class Chart:
 
 
 def text_width(text: str) -> float:
-    """About how wide `text` is in a figure; rather more than less."""
+    """An upper estimate of the width of `text` in a figure."""
     return _CHARACTER * len(text)
 
 

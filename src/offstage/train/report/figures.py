@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's figures, each from what is there; `None` where nothing is. Called by `page.py`."""
+"""The report's figures; `None` for one without data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from offstage.config import format_size
-from offstage.train.lane_spans import COLLECTIVES, COMPUTE, OTHER
 from offstage.train.memory_by_owner import OWNERS
 from offstage.train.report.chart import (
     Axis,
@@ -22,6 +21,7 @@ from offstage.train.report.chart import (
     value_axis,
 )
 from offstage.train.report.recorded import Recorded
+from offstage.train.timeline import COLLECTIVES, COMPUTE, OTHER
 
 LANES = {
     COMPUTE: ("model", "model"),
@@ -34,7 +34,7 @@ LANES = {
     COLLECTIVES: ("collectives", "collectives"),
     OTHER: ("other streams", "other"),
 }
-"""In the order of rows: what each is called, and its colour."""
+"""Label and colour of each lane, in the order of rows."""
 _SMALL: dict[str, Any] = {"width": 400.0, "height": 190.0}
 _MOST_BUSY_BINS = 40
 
@@ -52,14 +52,14 @@ class Key:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure with its legend and what there is to say about it."""
+    """A figure with its legend and caption."""
 
     svg: str
     keys: Sequence[Key] = ()
     caption: str = ""
 
 
-# Over the run
+# Over the run #
 
 
 def loss(run: Recorded) -> Figure | None:
@@ -133,11 +133,11 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-# One iteration
+# One iteration #
 
 
 def memory(run: Recorded) -> Figure | None:
-    """Whose bytes are on the device, through one iteration, one owner over the other."""
+    """Device memory through one iteration, stacked by owner."""
     seen = run.observed.get("memory") or {}
     times, sizes = seen.get("ms") or [], seen.get("bytes") or {}
     owners = [owner for owner in OWNERS if any(sizes.get(owner, ()))]
@@ -170,14 +170,14 @@ def memory(run: Recorded) -> Figure | None:
 def _what_activations_are(run: Recorded) -> str:
     if run.observed.get("device") == "cpu":
         return (
-            "This run had no accelerator: its device is the CPU, and arenas with state that is not resident are beside "
-            "what is shown. Activations are all other tensors of the iteration."
+            "This run had no accelerator: its device is the CPU, and arenas with offloaded state are not shown. "
+            "Activations are all other tensors of the iteration."
         )
-    return "Activations are what the allocator has given out besides the other owners: temporary buffers too."
+    return "Activations are all other bytes of the allocator, temporary buffers included."
 
 
 def lanes(run: Recorded) -> Figure | None:
-    """When each lane worked, through one iteration."""
+    """The work of each lane through one iteration."""
     spans: dict[str, Any] = run.observed.get("lanes") or {}
     shown = [lane for lane in LANES if spans.get(lane)]
     if not shown:
@@ -203,14 +203,14 @@ def lanes(run: Recorded) -> Figure | None:
     if [name for name, _, _ in _phases(run)][-2:] == ["step", "forward"]:
         said.append("The last forward is the next iteration’s, under which late updates end.")
     if run.observed.get("device") == "cpu":
-        said.append("Without an accelerator one thread does the lanes’ work where it is asked for: nothing overlaps.")
+        said.append("Without an accelerator one thread does the lanes’ work as it is submitted: nothing overlaps.")
     elif end > float(run.observed.get("end_ms") or 0.0):
-        said.append("What stands behind the last phase runs under the next forward when nobody looks.")
+        said.append("Work after the last phase overlaps the next forward in steps that are not observed.")
     return Figure(chart.svg("When each lane worked in one iteration"), (), " ".join(said))
 
 
 def link(run: Recorded) -> Figure | None:
-    """How fast bytes went up and down, through one iteration."""
+    """Transfer rates in both directions through one iteration."""
     seen = run.observed.get("link") or {}
     width, up, down = float(seen.get("bin_ms") or 0.0), seen.get("up_bytes") or [], seen.get("down_bytes") or []
     if not width or not (any(up) or any(down)):
@@ -238,7 +238,7 @@ def link(run: Recorded) -> Figure | None:
 
 
 def cpu(run: Recorded) -> Figure | None:
-    """How many cores were busy, through one iteration."""
+    """Busy cores through one iteration."""
     seen = run.observed.get("cpu") or {}
     times, cores = seen.get("ms") or [], seen.get("cores") or []
     if len(times) < 2 or len(cores) != len(times) - 1:
@@ -288,7 +288,7 @@ def _stairs(values: Sequence[float], width: float) -> list[Point]:
 
 
 def _in_fewer_bins(edges: Sequence[float], means: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Neighbouring intervals joined until each is wide enough to be seen: a few milliseconds jitter."""
+    """Join neighbouring intervals until each is wide enough to see: single ones of a few milliseconds jitter."""
     least = (edges[-1] - edges[0]) / _MOST_BUSY_BINS
     joined, found, amount = [edges[0]], [], 0.0
     for i, mean in enumerate(means):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: sections in reading order, each with what is there or with why nothing is. Called by `write_report`."""
+"""The page: sections in reading order, each with its content or the reason why it is missing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from offstage.train.report.recorded import Recorded
 from offstage.train.report.style import css
 
 _NOT_OBSERVED = (
-    "The run has no observed.json: it ended before the step that is looked at closely (run.observe_step), or was told "
-    "not to look."
+    "The run has no observed.json: it ended before the observed step (run.observe_step), or observing was switched off."
 )
 
 
 def write_report(folder: Path) -> Path:
-    """Write `folder`/report.html from what the run in `folder` has left there, and return its path."""
+    """Write `folder`/report.html from the files of the run in `folder`, and return its path."""
     folder = Path(folder)
     page = make_page(Recorded.read(folder))
     path = folder / "report.html"
@@ -31,7 +30,7 @@ def write_report(folder: Path) -> Path:
 
 
 def make_page(run: Recorded) -> str:
-    """The whole document: nothing is fetched, nothing is run."""
+    """The whole document, without scripts or external resources."""
     body = [_head(run), _problems(run), _loss(run), _over_the_run(run), _memory(run), _lanes(run), _link_and_cpu(run)]
     body += [_plan(run), _receipt(run), _sample(run), _configuration(run)]
     return (
@@ -45,7 +44,7 @@ def make_page(run: Recorded) -> str:
     )
 
 
-# Sections
+# Sections #
 
 
 def _head(run: Recorded) -> str:
@@ -78,7 +77,7 @@ def _over_the_run(run: Recorded) -> str:
 
 
 def _memory(run: Recorded) -> str:
-    missing = "Nobody’s bytes were seen in the observed step." if run.observed else _NOT_OBSERVED
+    missing = "The observed step has no memory samples." if run.observed else _NOT_OBSERVED
     return _section("Memory over one iteration, by owner", [_figure(figures.memory(run), missing)])
 
 
@@ -106,9 +105,9 @@ def _plan(run: Recorded) -> str:
         for name, planned, measured, ratio in tables.plan_against_measured(run)
     )
     heads = "".join(f'<th scope="col" class="number">{text}</th>' for text in ("plan", "measured", "measured ÷ plan"))
-    told = "" if run.plan.prediction else " It predicts no times: no workload was known."
+    note = "" if run.plan.prediction else " It predicts no times: no workload was known."
     summary = run.plan.summary()
-    intro = f"<p>{escape(summary[:1].upper() + summary[1:])}.{told}</p>"
+    intro = f"<p>{escape(summary[:1].upper() + summary[1:])}.{note}</p>"
     table = f"<div class='scroll'><table><thead><tr><td></td>{heads}</tr></thead><tbody>{rows}</tbody></table></div>"
     return _section(
         "Plan against measured", [intro, table, f"<h3>The plan</h3>{_code(str(run.plan).removesuffix(summary))}"]
@@ -132,7 +131,7 @@ def _configuration(run: Recorded) -> str:
     return _section("Configuration", parts)
 
 
-# Parts
+# Parts #
 
 
 def _section(title: str, parts: Iterable[str]) -> str:
@@ -163,7 +162,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _toml(text: str) -> str:
-    """In columns, none of which begins in the middle of a table."""
+    """In columns, broken between tables only."""
     blocks = "".join(f"<span>{escape(block.strip())}\n</span>" for block in text.split("\n\n") if block.strip())
     return f'<pre class="columns">{blocks}</pre>'
 

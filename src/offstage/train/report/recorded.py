@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Recorded`: what a run has left in its folder, as far as it got. Read by everything else in the report."""
+"""`Recorded`: the files of a run, which may be unfinished."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from offstage.errors import ConfigError
-from offstage.planning.plan import Plan
+from offstage import ConfigError, Plan
 from offstage.train.observe import VERSION
 from offstage.train.run_folder import RunFolder
 
@@ -24,7 +23,7 @@ _SAMPLE = re.compile(r"^(?=--- step \d+ ---$)", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """The files of one run. What is missing is empty, and what cannot be read is empty and in `problems`."""
+    """The files of one run. Missing files are empty; unreadable ones are empty and in `problems`."""
 
     name: str
     config: str
@@ -35,7 +34,7 @@ class Recorded:
     observed: dict[str, Any]
     plan: Plan | None
     sample: str
-    """The last text that the model wrote."""
+    """The last sample of text."""
     problems: tuple[str, ...]
 
     @classmethod
@@ -63,7 +62,7 @@ class Recorded:
         )
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        """(step, value) of all rows that have a number there."""
+        """(step, value) of all rows in which `name` is a number."""
         return [(float(row["step"]), float(row[name])) for row in self.rows if is_number(row.get(name))]
 
     def last(self, name: str) -> float | None:
@@ -71,7 +70,7 @@ class Recorded:
         return series[-1][1] if series else None
 
     def usual(self, name: str) -> float | None:
-        """The median of the second half: the first steps compile, allocate and learn."""
+        """The median of the second half of the run: the first steps compile and allocate."""
         values = [value for _, value in self.series(name)]
         return median(values[len(values) // 2 :]) if values else None
 
@@ -82,8 +81,8 @@ class Recorded:
 def counting(rows: Iterable[Row]) -> list[Row]:
     """The rows that count, of a file to which resumed runs were appended.
 
-    A run that goes on from a checkpoint makes the steps after it again: what was written of them, and of all later
-    ones, is no part of the run any more.
+    A run resumed from a checkpoint repeats the steps after it: earlier rows of these steps, and of all later ones, no
+    longer belong to the run.
     """
     kept: list[Row] = []
     for row in rows:
@@ -94,7 +93,7 @@ def counting(rows: Iterable[Row]) -> list[Row]:
 
 
 def is_number(value: Any) -> bool:
-    """Neither missing nor something else, and finite."""
+    """Whether `value` is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -132,7 +131,7 @@ def _rows(path: Path, problems: list[str]) -> list[Row]:
             row = json.loads(line)
             rows.append({**row, "step": int(row["step"])})
         except (ValueError, KeyError, TypeError):
-            if number < len(lines):  # the last one: the run was killed while it wrote it
+            if number < len(lines):  # not the last one, in which a run may have been killed
                 problems.append(f"Line {number} of {path.name} is not a row, and is left out.")
     return rows
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the report looks: light, dark, and on paper. Used by `page.py`; figures know its variables by name."""
+"""The report's style sheet: light, dark, and on paper. Figures use its variables by name."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ footer { color: var(--quiet); font-size: .85rem; margin-top: 1.4rem; }
 
 
 def css() -> str:
-    """The page's style sheet. On paper it is always light."""
+    """The page's style sheet, always light on paper."""
     dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {_variables(DARK)} }} }}"
     return f":root {{ color-scheme: light; {_variables(LIGHT)} }}\n{dark}\n{_RULES}"
 

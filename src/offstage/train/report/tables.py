@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's tables: what the run is, its receipt, and the plan against what was measured. Called by `page.py`."""
+"""The report's tables: the run, its receipt, and the plan against measurements."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from offstage import Plan
 from offstage.config import Placement, format_size
 from offstage.optimizer.receipt import Receipt
-from offstage.planning.plan import Plan
 from offstage.train.report.recorded import Recorded, is_number
 
 Rows = list[tuple[str, str]]
 
 
 def tiles(run: Recorded) -> Rows:
-    """The numbers people look for first."""
+    """The most important numbers."""
     found: list[tuple[str, str | None]] = [
         ("parameters", _count(run.run.get("parameters"))),
         ("steps", f"{run.rows[-1]['step']:,}" if run.rows else None),
@@ -35,7 +35,7 @@ def tiles(run: Recorded) -> Rows:
 
 
 def about(run: Recorded) -> Rows:
-    """Command, machine, versions: what it takes to make the run again."""
+    """Command, machine, versions: what is needed to repeat the run."""
     values = run.run
     found: list[tuple[str, Any]] = [
         ("command", values.get("command")),
@@ -50,19 +50,19 @@ def about(run: Recorded) -> Rows:
 
 
 def receipt(run: Recorded) -> Rows:
-    """The receipt as it stands, in the words of `offstage.optimizer.receipt.Receipt`."""
+    """The receipt as `Receipt` prints it."""
     if not run.receipt:
         return []
     known = {field.name for field in fields(Receipt)}
     try:
         found = Receipt(**{name: value for name, value in run.receipt.items() if name in known})
         return [(line[:28].strip(), line[28:].strip()) for line in str(found).splitlines()]
-    except (TypeError, ValueError, AttributeError):  # of another version: as it is
+    except (TypeError, ValueError, AttributeError):  # of another version: shown as it is
         return [(name.replace("_", " "), _plain(value)) for name, value in run.receipt.items()]
 
 
 def plan_against_measured(run: Recorded) -> list[tuple[str, str, str, str]]:
-    """What the plan said, what was measured, and the one over the other."""
+    """Planned and measured values, and their ratio."""
     if run.plan is None:
         return []
     found = []
@@ -76,30 +76,30 @@ def plan_against_measured(run: Recorded) -> list[tuple[str, str, str, str]]:
 
 
 def _compared(run: Recorded, plan: Plan) -> list[tuple[str, float | None, float | None, str]]:
-    told = plan.prediction
-    # Without a prediction the plan itself still says what moves: streamed state both ways, and for updates on the host
-    # weights and gradients down and weights up.
+    expected = plan.prediction
+    # Without a prediction the plan itself still tells what moves: streamed state both ways, and for updates on the
+    # host weights and gradients down and weights up.
     streamed = plan.bytes_of(Placement.STREAMED)
     weights = sum(s.weight_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.HOST)
-    up, down = (told.bytes_up, told.bytes_down) if told else (streamed + weights, streamed + 2 * weights)
+    up, down = (expected.bytes_up, expected.bytes_down) if expected else (streamed + weights, streamed + 2 * weights)
     return [
         (
             "state on the device",
-            float(told.device_state_bytes if told else plan.device_bytes),
+            float(expected.device_state_bytes if expected else plan.device_bytes),
             _float(run.receipt.get("device_state_bytes")),
             "bytes",
         ),
         (
             "state and buffers on the host",
-            float(told.host_bytes if told else plan.host_bytes),
+            float(expected.host_bytes if expected else plan.host_bytes),
             _float(run.receipt.get("host_state_bytes")),
             "bytes",
         ),
-        ("peak on the device", _float(told and told.device_peak_bytes), run.most("device_peak_bytes"), "bytes"),
+        ("peak on the device", _float(expected and expected.device_peak_bytes), run.most("device_peak_bytes"), "bytes"),
         ("to the device, per step", float(up), run.usual("bytes_fetched"), "bytes"),
         ("to the host, per step", float(down), run.usual("bytes_stored"), "bytes"),
-        ("updates, waited for", _float(told and told.exposed_ms), run.usual("exposed_ms"), "ms"),
-        ("step", _float(told and told.iteration_ms), run.usual("step_ms"), "ms"),
+        ("updates, waited for", _float(expected and expected.exposed_ms), run.usual("exposed_ms"), "ms"),
+        ("step", _float(expected and expected.iteration_ms), run.usual("step_ms"), "ms"),
     ]
 
 
@@ -136,7 +136,7 @@ def _count(value: Any) -> str | None:
 
 
 def moment(value: Any) -> str:
-    """A date and time as people write it; as it is if it is something else."""
+    """A readable date and time; other values unchanged."""
     try:
         found = datetime.datetime.fromisoformat(str(value))
     except ValueError:
@@ -145,7 +145,7 @@ def moment(value: Any) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Values of run.json as people read them."""
+    """Values of run.json in readable form."""
     if isinstance(value, Mapping):
         return ", ".join(_named(name, one) for name, one in value.items() if one is not None)
     if isinstance(value, (list, tuple)):

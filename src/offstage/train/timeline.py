@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When each lane worked, and how many bytes it carried. Used by `observe.py`.
+"""When each lane worked, how many bytes it carried, and how many CPU cores were busy, through one iteration.
 
-- `LaneWatch` stands around the lanes' own `submit`: on the CPU, where work runs as it is submitted, that is all of it;
-  beside an accelerator it sees the updates that host threads make.
-- `DeviceTrace` is torch's profiler, for what an accelerator does. Work belongs to the lane whose stream it ran on; the
-  spans `offstage: fetch` and so on, in which lanes launch their work, tell which stream is whose.
+- `LaneWatch` wraps the lanes' `submit`: on the CPU, where work runs as it is submitted, it times all of it; beside an
+  accelerator, the updates of host threads.
+- `DeviceTrace` is torch's profiler, for work on an accelerator. Work belongs to the lane whose stream it ran on; the
+  spans `offstage: fetch` and so on, in which lanes launch their work, identify each lane's stream.
+- `CpuUse` samples the process's CPU time.
 """
 
 from __future__ import annotations
@@ -26,34 +27,37 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from offstage.lanes.host_threads import Slice
 from offstage.lanes.lanes import Buffers, Lane, Lanes, Mark
+from offstage.memory.cpus import usable_cpus
 
 Span = tuple[float, float, int]
-"""Start and end in milliseconds since the iteration began, and the bytes that were carried."""
+"""Start and end in milliseconds since the iteration began, and the bytes carried."""
 Spans = dict[str, list[Span]]
 Event = Mapping[str, Any]
 
 COMPUTE = "model"
-"""What the caller's stream does."""
+"""Work on the caller's stream."""
 COLLECTIVES = "collectives"
 OTHER = "other streams"
 MOST_SPANS = 400
-"""Of one lane: a figure shows no more."""
+"""Of one lane: a figure can show no more."""
 NUM_BINS = 120
 """Of the link's use over time."""
 
 _CARRIES = (Lane.FETCH, Lane.STORE, Lane.GRADIENTS_DOWN, Lane.WEIGHTS_UP)
 _UP, _DOWN = ("fetch", "raise"), ("store", "lower")
 _SPAN = "offstage: "
-"""How the names of spans begin in which lanes launch work (`lanes.py`)."""
+"""Prefix of the names of the spans in which lanes launch work (`lanes/lanes.py`)."""
 _BEGIN = "offstage observes"
 _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver", "xpu_runtime")
 _UPDATE_KERNELS = ("adamw_kernel", "hyperparameters_kernel", "fingerprint_kernel")
 """The rules' own kernels (`rules/adamw_triton.py`)."""
+_CPU_EVERY_S = 0.004
+_MOST_CPU_SAMPLES = 400
 
 
 class LaneWatch:
-    """Times the work of `lanes` while it is on."""
+    """Times the work of `lanes` between `start` and `stop`."""
 
     def __init__(self, lanes: Sequence[Lanes], *, at_submit: bool) -> None:
         """`at_submit`: work runs as it is submitted, and not in a stream."""
@@ -66,7 +70,7 @@ class LaneWatch:
         """`began`: when the iteration did, by `time.perf_counter`."""
         self._began = began
         for lanes in self._lanes:
-            # On the objects, over the class's own methods: taking them off again is all that `stop` has to do.
+            # Set on the objects, over the class's methods, so that `stop` only has to remove them.
             vars(lanes)["submit_on_host"] = self._submit_on_host(lanes.submit_on_host)
             if self._at_submit:
                 vars(lanes)["submit"] = self._submit(lanes.submit)
@@ -102,12 +106,12 @@ class LaneWatch:
 
     def _add(self, lane: Lane, start: float, nbytes: int) -> None:
         stop = time.perf_counter()
-        with self._lock:  # host threads come here at the same time
+        with self._lock:  # host threads call this concurrently
             self._found[lane.value].append((1e3 * (start - self._began), 1e3 * (stop - self._began), nbytes))
 
 
 class DeviceTrace:
-    """What an accelerator does while this is on."""
+    """The work of an accelerator between `start` and `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         activity = getattr(ProfilerActivity, device.type.upper(), None) or ProfilerActivity.PrivateUse1
@@ -117,7 +121,7 @@ class DeviceTrace:
         self._profile.start()
 
     def begin(self) -> None:
-        """The iteration begins, with the device idle: so much it was by the profiler's clock."""
+        """Record the beginning of the iteration on the profiler's clock. The device must be idle."""
         with record_function(_BEGIN):
             pass
 
@@ -125,7 +129,7 @@ class DeviceTrace:
         self._profile.stop()
 
     def spans(self) -> Spans:
-        """By lane; from the exported trace, which names streams and tells which call launched what."""
+        """By lane; from the exported trace, which has the stream and the launching call of each kernel."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
@@ -147,9 +151,9 @@ def spans_of(events: Sequence[Event]) -> Spans:
 
 
 def _lanes_of_streams(events: Sequence[Event], work: Iterable[Event]) -> dict[int, str]:
-    """Which stream is which lane's: by most of the work that was launched inside the lanes' own spans.
+    """The lane of each stream: the one whose spans launched most of the stream's work.
 
-    Not all of it is: threads of ours launch too, and the profiler looks at the one that started it.
+    Some work is launched outside of spans: by threads that the profiler does not record.
     """
     spans: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)
     for event in events:
@@ -171,7 +175,7 @@ def _lanes_of_streams(events: Sequence[Event], work: Iterable[Event]) -> dict[in
 
 
 def _callers_stream(work: Iterable[Event], lane_of_stream: Mapping[int, str]) -> int | None:
-    """The stream with most kernel time that is no lane's: the model's."""
+    """The model's stream: the one with most kernel time that belongs to no lane."""
     busy: Counter[int] = Counter()
     for event in work:
         stream = event["args"]["stream"]
@@ -182,7 +186,7 @@ def _callers_stream(work: Iterable[Event], lane_of_stream: Mapping[int, str]) ->
 
 def _lane_of(event: Event, lane_of_stream: Mapping[int, str], caller: int | None) -> str:
     name, stream = event["name"], event["args"]["stream"]
-    if name.startswith(_UPDATE_KERNELS):  # on the caller's stream if everything is resident
+    if name.startswith(_UPDATE_KERNELS):  # these run on the caller's stream if everything is resident
         return Lane.UPDATE.value
     if stream in lane_of_stream:
         return lane_of_stream[stream]
@@ -199,11 +203,59 @@ def _is_collective(event: Event) -> bool:
     return "nccl" in event["name"].lower() or "rccl" in event["name"].lower()
 
 
-# For figures
+class CpuUse:
+    """How many cores this process keeps busy: a thread reads its CPU time every few milliseconds."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._began = 0.0
+
+    def start(self, began: float) -> None:
+        """`began`: when the iteration did, by `time.perf_counter`."""
+        self._began = began
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="offstage-observer", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        every = _CPU_EVERY_S
+        while not self._over.wait(every):
+            self._look()
+            if (
+                len(self._seen) >= _MOST_CPU_SAMPLES
+            ):  # a long iteration: keep every second sample, and sample half as often
+                del self._seen[1::2]
+                every *= 2
+
+    def _look(self) -> None:
+        self._seen.append((time.perf_counter(), time.process_time()))
+
+    def stop(self) -> None:
+        """End sampling."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._look()
+
+    def used(self) -> dict[str, Any]:
+        """`cores`: the mean of each interval; `ms`: the boundaries of the intervals, one more than `cores`."""
+        ms = [1e3 * (wall - self._began) for wall, _ in self._seen]
+        steps = list(pairwise(self._seen))
+        cores = [(later[1] - sooner[1]) / max(later[0] - sooner[0], 1e-9) for sooner, later in steps]
+        return {
+            "ms": [round(value, 3) for value in ms],
+            "cores": [round(value, 3) for value in cores],
+            "available": usable_cpus(),
+        }
+
+
+# For figures #
 
 
 def merged(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
-    """At most `most` spans in the place of `spans`, which are sorted: the shortest gaps are closed."""
+    """At most `most` spans instead of the sorted `spans`: the shortest gaps are closed."""
     joined = _close_gaps(spans, 0.0)
     if len(joined) > most:
         gaps = sorted(later[0] - earlier[1] for earlier, later in pairwise(joined))
@@ -212,7 +264,7 @@ def merged(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
 
 
 def busy_ms(spans: Sequence[Span]) -> float:
-    """For how long any of them was there."""
+    """Time covered by any of the spans."""
     return sum(stop - start for start, stop, _ in _close_gaps(spans, 0.0))
 
 
@@ -235,7 +287,7 @@ def link_use(spans: Spans, end_ms: float, num_bins: int = NUM_BINS) -> dict[str,
 
 
 def _binned(spans: Iterable[Span], width: float, num_bins: int) -> list[int]:
-    """A copy's bytes, spread evenly over the time it took."""
+    """The bytes of copies per bin, spread evenly over the time of each copy."""
     bins = [0.0] * num_bins
     for start, stop, nbytes in spans:
         first = min(max(int(start / width), 0), num_bins - 1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelConfig`: the sizes of a transformer as plain numbers, and `SIZES`, the ones that have a name.
+"""`ModelConfig`: the sizes of a transformer as plain numbers, and `SIZES`, the named ones.
 
-Nothing here makes a tensor: `num_parameters` counts a model of any size at once.
+No tensor is made here: `num_parameters` is a formula.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from offstage.errors import ConfigError
+from offstage import ConfigError
 
 BYTES = 256
 """The vocabulary of byte-level text."""
@@ -41,13 +41,13 @@ class ModelConfig:
     """SwiGLUs per block of which each token visits some. 0: one per block, and every token visits it."""
 
     experts_per_token: int = 2
-    """How many it visits. Without experts, nothing."""
+    """How many it visits. Ignored without experts."""
 
     balance_weight: float = 0.01
-    """Weight of the balancing loss beside that of the tokens. Without experts, nothing."""
+    """Weight of the balancing loss. Ignored without experts."""
 
     rotary_base: float = 10_000.0
-    """The slowest of RoPE's turns takes about ``2 π · rotary_base`` tokens."""
+    """The slowest rotation of RoPE takes about ``2 π · rotary_base`` tokens."""
 
     norm_eps: float = 1e-6
     """Added to the mean square in every RMSNorm."""
@@ -89,7 +89,7 @@ class ModelConfig:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Of the whole model; with experts, all of them."""
+    """Parameters of the whole model, all experts included."""
     attention = config.width * config.qkv_width + config.width * config.width
     swiglu = 3 * config.width * config.hidden
     feed_forward = config.experts * (swiglu + config.width) if config.experts else swiglu  # experts and their router
@@ -98,7 +98,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def num_active_parameters(config: ModelConfig) -> int:
-    """Those that one token meets: all of them, less the experts it does not visit."""
+    """Parameters that one token uses: all but the experts it does not visit."""
     idle = max(0, config.experts - config.experts_per_token)
     return num_parameters(config) - config.layers * idle * 3 * config.width * config.hidden
 
@@ -114,20 +114,20 @@ SIZES: dict[str, ModelConfig] = {
     "150M": _size(24, 768, 12, 4, 2048),
     "500M": _size(20, 1536, 12, 4, 4096),
     "1B": _size(16, 2048, 16, 4, 8192),
-    "2.7B": _size(32, 2560, 20, 20, 6912, vocabulary=32_000),  # the model of every whole-iteration figure
+    "2.7B": _size(32, 2560, 20, 20, 6912, vocabulary=32_000),  # the model of all measurements of whole iterations
     "7B": _size(32, 4096, 32, 8, 14_336),
     "13B": _size(48, 5120, 40, 8, 13_824),
     "18B": _size(64, 5120, 40, 8, 14_336),
     "20B": _size(64, 5120, 40, 8, 16_384),
 }
-"""By their number of parameters. Vocabularies are of bytes where nothing else is said."""
+"""By number of parameters. The vocabulary is that of bytes unless given."""
 
 
 def with_overrides(config: ModelConfig, **overrides: int | None) -> ModelConfig:
-    """`config` with what is given and not ``None``.
+    """`config` with the overrides that are not ``None``.
 
-    Heads follow the width and each other where only one of them is given: a head keeps its features, and keys and
-    values their share of the heads.
+    If only the width or only the heads are given, the others follow: the features of a head and the ratio of heads to
+    heads of keys and values stay the same.
     """
     given = {name: value for name, value in overrides.items() if value is not None}
     if "experts_per_token" in given and not given.get("experts", config.experts):

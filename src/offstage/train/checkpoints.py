@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Checkpoints`: when and where a run saves, what is kept, and what it goes on from. Called by `loop.py`.
+"""`Checkpoints`: the checkpoint folders of a run, of which the newest are kept.
 
-The folders are those of `offstage.checkpoint`. An old one is removed only after a newer one is complete.
+An old one is removed only after a newer one is complete.
 """
 
 from __future__ import annotations
@@ -18,18 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offstage import checkpoint
-from offstage.checkpoint.manifest import MANIFEST
-from offstage.checkpoint.saving import MARKER
-from offstage.errors import CheckpointError, HostMemoryError
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage import CheckpointError, HostMemoryError, OffloadedOptimizer, checkpoint
+from offstage.checkpoint.manifest import MANIFEST, MARKER
 
 logger = logging.getLogger("offstage")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
 class Checkpoints:
-    """Those of one run: `step-00000100` and so on in `root`. Every rank calls every method."""
+    """`step-00000100` and so on in `root`. Every rank calls every method."""
 
     def __init__(self, root: Path, *, keep: int, asynchronous: bool, first: bool) -> None:
         """`first`: this is the rank that removes old ones."""
@@ -38,31 +35,31 @@ class Checkpoints:
         self._failure: Exception | None = None
 
     def newest(self) -> Path | None:
-        """The newest complete one, as the first rank sees it: all must go on from the same."""
+        """The newest complete one that the first rank finds: all ranks must resume from the same."""
         found: list[Path | None] = [checkpoint.latest(self._root) if self._first else None]
         if dist.is_initialized():
             dist.broadcast_object_list(found)
         return found[0]
 
     def load(self, folder: Path, model: nn.Module, optimizer: OffloadedOptimizer) -> dict[str, Any]:
-        """Into `model` and `optimizer`; the rest of what `save` was given."""
+        """Load into `model` and `optimizer`; returns `extra`."""
         try:
             return checkpoint.load(folder, model, optimizer)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} Nothing was changed. To train another model, choose another run.folder; if the checkpoint is "
-                f"damaged, remove {folder} to go on from the one before."
+                f"damaged, remove {folder} to continue from the one before."
             ) from error
 
     def save(
         self, step: int, model: nn.Module, optimizer: OffloadedOptimizer, extra: Mapping[str, Any], *, wait: bool
     ) -> Path:
-        """Begin to save what is after `step`; with `wait`, or without asynchronous saves, it is complete afterwards."""
+        """Start a save of the state after `step`; with `wait`, or without asynchronous saves, complete it."""
         self.finish()
         folder = self._root / f"step-{step:08}"
-        if checkpoint.is_complete(folder):  # of this very step: a run that stops where it had just saved
+        if checkpoint.is_complete(folder):  # the run stops where it has just saved
             return folder
-        with self._giving_back(folder):
+        with self._removing_on_error(folder):
             if self._asynchronous and not wait:
                 self._under_way = self._begin(folder, model, optimizer, extra)
             if self._under_way is None:
@@ -74,7 +71,7 @@ class Checkpoints:
     def _begin(
         self, folder: Path, model: nn.Module, optimizer: OffloadedOptimizer, extra: Mapping[str, Any]
     ) -> checkpoint.AsyncSave | None:
-        """`None` if the host has no room for it; then training waits for the save instead."""
+        """`None` if the host has too little memory: the save then blocks training instead."""
         try:
             return checkpoint.async_save(folder, model, optimizer, extra=extra)
         except (HostMemoryError, CheckpointError) as error:
@@ -85,9 +82,9 @@ class Checkpoints:
             return None
 
     def poll(self) -> bool:
-        """Look after a save in the background: if it is complete, older ones go. `True` if it has failed.
+        """If a save in the background has ended, remove older checkpoints. `True` if it has failed.
 
-        Ranks see the failure at different moments, and must leave training after the same step: `finish` raises it.
+        Ranks notice the failure at different times and must leave training after the same step: `finish` raises it.
         """
         if self._under_way is not None and self._under_way.done():
             try:
@@ -97,19 +94,19 @@ class Checkpoints:
         return self._failure is not None
 
     def finish(self) -> None:
-        """Wait for the save under way; raise what went wrong with it."""
+        """Wait for the save under way; raise its error, if there was one."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
         if self._under_way is not None:
             saving, self._under_way = self._under_way, None
-            with self._giving_back(saving.folder):
+            with self._removing_on_error(saving.folder):
                 saving.result()
             self._prune()
 
     @contextlib.contextmanager
-    def _giving_back(self, folder: Path) -> Iterator[None]:
-        """A save that fails, on a full disk for one, does not keep what it has written."""
+    def _removing_on_error(self, folder: Path) -> Iterator[None]:
+        """Remove the files of a save that fails, for example on a full disk."""
         try:
             yield
         except Exception:
@@ -118,7 +115,7 @@ class Checkpoints:
             raise
 
     def _prune(self) -> None:
-        """All but the newest `keep` complete ones, and saves that were interrupted before the newest."""
+        """Remove all but the newest `keep` complete ones, and interrupted saves older than the newest."""
         if not self._first:
             return
         found = sorted((int(match[1]), path) for path in self._root.iterdir() if (match := _NAME.fullmatch(path.name)))
@@ -132,7 +129,7 @@ class Checkpoints:
 
 
 def _remove(folder: Path) -> None:
-    """The manifest first: whoever is killed here leaves what is known not to be complete."""
+    """The manifest first: a process killed here leaves a folder that counts as incomplete."""
     try:
         (folder / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(folder)
@@ -141,16 +138,16 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_incomplete(folder: Path) -> None:
-    """Only what a save of ours has begun and not ended."""
+    """Remove `folder` if it is an interrupted save."""
     if (folder / MARKER).exists() and not (folder / MANIFEST).exists():
         _remove(folder)
 
 
-# Random states
+# Random states #
 
 
 def rng_states(rank: int, device: torch.device) -> dict[str, Any]:
-    """Of the host and of the device, under a key of this rank's own."""
+    """Random states of the host and of the device, under this rank's key."""
     states = {"host": torch.get_rng_state()}
     if device.type != "cpu":
         states["device"] = torch.get_device_module(device).get_rng_state(device)
@@ -158,7 +155,7 @@ def rng_states(rank: int, device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_states(extra: Mapping[str, Any], rank: int, device: torch.device) -> bool:
-    """Whether there were any for this rank. With more ranks than before, or on another device, there are none."""
+    """Restore them. `False` if there are none for this rank: with more ranks than before, or on another device."""
     states = extra.get(f"rng_{rank}", {})
     if "host" not in states or (device.type != "cpu") != ("device" in states):
         return False
