@@ -7,17 +7,44 @@ loss computed in 8 checkpointed slices.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.anywhere import DEVICE
+import offstage
+from benchmarks.common import DEVICE, Row, gib, now, rounded, synchronize
 
 SLICES = 8
+BATCH = 8
+MAX_NORM = 1.0
+
+IN_STEP: Mapping[str, Any] = {"master_weights": "split"}
+OVERLAP_FORWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forward": True}
+IN_BACKWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forward": True, "update_in_backward": True}
+RESIDENT: Mapping[str, Any] = {"fraction": 0.0, "master_weights": "fp32"}
+
+RECEIPT_FIELDS = (
+    "steps",
+    "bytes_fetched",
+    "bytes_stored",
+    "exposed_ms",
+    "hidden_ms",
+    "link_gb_per_s",
+    "speculation_hits",
+    "speculation_misses",
+)
+
+Clip = Literal["outside", "optimizer"] | None
+"""By `torch.nn.utils.clip_grad_norm_`, by the optimizer's own method, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +55,16 @@ class Size:
     heads: int = 20
     vocabulary: int = 32_000
     sequence: int = 2048
+
+
+SIZES = {
+    "full": Size(),
+    "small": Size(blocks=2, width=64, hidden=128, heads=2, vocabulary=512, sequence=32),  # the CPU has to do it too
+}
+SMALL_CHUNKS = {"chunk_bytes": "32KiB"}  # or the small model would be a few chunks
+
+
+# The model
 
 
 class Block(nn.Module):
@@ -111,3 +148,89 @@ def tokens(size: Size, batch: int, seed: int) -> torch.Tensor:
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+# Training
+
+
+class Training:
+    """A model and its optimizer, in the loop a user would write."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        size: Size,
+        *,
+        clip: Clip = "outside",
+        micro_batches: int = 1,
+        loss_scale: float | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.micro_batches, self.loss_scale = micro_batches, loss_scale
+        self.losses: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []
+        self.batches = itertools.cycle([tokens(size, BATCH, seed) for seed in range(8)])
+
+    def iterate(self) -> None:
+        for micro_batch in range(self.micro_batches):
+            last = micro_batch == self.micro_batches - 1
+            loss = self.model(next(self.batches))
+            with contextlib.nullcontext() if last else self.optimizer.accumulate():
+                self.backward(loss if self.loss_scale is None else loss * (self.loss_scale / self.micro_batches))
+        self.clip_gradients()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def clip_gradients(self) -> None:
+        if self.clip == "outside":
+            self.norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM))
+        elif self.clip == "optimizer":
+            self.norms.append(self.optimizer.clip_grad_norm_(MAX_NORM))
+
+    def laps(self, iterations: int) -> list[float]:
+        """Milliseconds from the end of each iteration to the next, on the caller's stream. No wait of the host."""
+        ends = [now()]
+        for _ in range(iterations):
+            self.iterate()
+            ends.append(now())
+        synchronize()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
+
+    def timed(self, iterations: int) -> Row:
+        """Mean and median time of an iteration. The host waits before the first and after the last only."""
+        synchronize()
+        start = time.perf_counter()
+        laps = self.laps(iterations)
+        mean = 1e3 * (time.perf_counter() - start) / iterations
+        return {"iteration_ms": round(mean, 1), "median_ms": round(statistics.median(laps), 1)}
+
+    def counted(self) -> Row:
+        """What the optimizer counted, and whether it trains. Waits for the device."""
+        receipt = self.optimizer.receipt()
+        return {
+            "host_state_gib": gib(receipt.host_state_bytes),
+            "receipt": {name: rounded(getattr(receipt, name, None)) for name in RECEIPT_FIELDS},
+            "fallbacks": list(receipt.fallbacks),
+            "first_and_last_loss": [rounded(float(loss)) for loss in (self.losses[0], self.losses[-1])],
+        }
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+def offloaded(model: nn.Module, size_name: str, config: Mapping[str, Any]) -> offstage.OffloadedOptimizer:
+    """AdamW under `offload()`."""
+    return offstage.offload(adamw(model), model, **config_for(size_name, config))
+
+
+def config_for(size_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The small model has small chunks, and its window is small too."""
+    if size_name == "full" or config.get("fraction") == 0.0:
+        return dict(config)
+    sized = str(config.get("window", "")).endswith("iB")
+    return {**config, **SMALL_CHUNKS, **({"window": "256KiB"} if sized else {})}
