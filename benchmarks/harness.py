@@ -71,19 +71,19 @@ def command(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def parse(parser: argparse.ArgumentParser, cases: Sequence[Case], sizes: Collection[str] = SIZES) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser, cases: Sequence[Case], *, needs_gpu: bool = True) -> argparse.Namespace:
     """What was asked for: `cases`, `size`, and the script's own arguments."""
     known = [*(case.name for case in cases), *sorted({group for case in cases for group in case.groups})]
     parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(known)}")
     parser.add_argument("--cases", nargs="+", default=[], help="the same, before or after other arguments")
-    parser.add_argument("--size", choices=sizes, default="full", help="anything but full runs in seconds, anywhere")
+    parser.add_argument("--size", choices=SIZES, default="full", help="anything but full runs in seconds, anywhere")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # of a case's own process
     options = parser.parse_args()
     wanted = [*options.case, *options.cases]
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"no case {', '.join(unknown)}; there are {', '.join(known)}")
     if not ON_GPU:
-        if options.size == "full":
+        if needs_gpu and options.size == "full":
             parser.error("--size full expects a GPU; found none. Add --size small.")
         torch.backends.mkldnn.enabled = False  # some virtual machines report matrix units that they do not allow
         torch.set_num_threads(1)

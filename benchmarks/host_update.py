@@ -2,7 +2,7 @@
 """How fast is one AdamW update on the CPU alone?
 
     python -m benchmarks.host_update                              512 Mi parameters, every core
-    python -m benchmarks.host_update --params 4Mi --threads 2     a few seconds: does every system run?
+    python -m benchmarks.host_update --size small --threads 2     4 Mi, a few seconds: does every system run?
 
 Offstage's pass, torch's fused CPU AdamW and DeepSpeed's compiled `cpu_adam`, each in the formats it has, over the same
 memory: one flat parameter in huge pages, touched first by all threads. Where training is lossless and a system knows
@@ -22,14 +22,15 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.common import write_row
+from benchmarks.common import Row, write_row
 from benchmarks.fetch_peers import environment
+from benchmarks.harness import at_least, cases_of, command, parse, run
 from offstage.lanes.host_threads import HostThreads
 from offstage.rules import adamw_host
 from offstage.rules.master_weights import join
@@ -250,11 +251,10 @@ def largest_difference(name: str, form: Format) -> float:
     return float((state.result - reference.detach()).abs().max()) / LR
 
 
-def rows_of(form_name: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """System → its row, written."""
+def rows_of(form_name: str, options: argparse.Namespace, rows: dict[str, Row]) -> Iterator[Row]:
+    """The row of each system, which is in `rows` as well."""
     form = FORMATS[form_name]
     state = State(form, options.params)
-    rows: dict[str, dict[str, Any]] = {}
     running = {}
     for name in ("offstage",) if form.compared_with else SYSTEMS:
         row = rows[name] = {"format": form_name, "system": name, "params": options.params, "threads": options.threads}
@@ -267,10 +267,9 @@ def rows_of(form_name: str, options: argparse.Namespace) -> dict[str, dict[str, 
         running[name].close()
         rows[name] |= rates(times, options.params, running[name].bytes_per_param)
     for row in rows.values():
-        write_row("host_update", row | {"repeats": options.repeats, "huge_pages_gib": huge_pages_gib()})
+        yield row | {"repeats": options.repeats, "huge_pages_gib": huge_pages_gib()}
     if form_name == "lossless":
-        write_row("host_update", scaling(state, options.threads))
-    return rows
+        yield scaling(state, options.threads)
 
 
 def scaling(state: State, most: int) -> dict[str, Any]:
@@ -292,13 +291,10 @@ def summary(form_name: str, rows: Mapping[str, Mapping[str, Mapping[str, Any]]])
     for peer in ("torch", "deepspeed"):
         theirs = peers[peer].get("gparam_per_s")
         row[f"ratio_to_{peer}"] = round(ours / theirs, 3) if ours and theirs else None
-    at_least = {"ratio_to_deepspeed": MIN_OVER_DEEPSPEED}
+    limits = {"ratio_to_deepspeed": MIN_OVER_DEEPSPEED}
     if form_name == "lossless":
-        at_least |= {"gparam_per_s": MIN_GPARAM_PER_S, "ratio_to_torch": MIN_OVER_TORCH}
-    row["must"] = {
-        name: {"at_least": limit, "found": row[name], "met": row[name] is not None and row[name] >= limit}
-        for name, limit in at_least.items()
-    }
+        limits |= {"gparam_per_s": MIN_GPARAM_PER_S, "ratio_to_torch": MIN_OVER_TORCH}
+    row["must"] = {name: at_least(limit, row[name]) for name, limit in limits.items()}
     return row
 
 
@@ -327,23 +323,21 @@ def restart_with(variables: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One AdamW update on the CPU: offstage, torch and DeepSpeed.")
-    parser.add_argument("format", nargs="*", help=f"all of them unless named: {', '.join(FORMATS)}")
-    parser.add_argument("--params", type=count, default=count("512Mi"))
+    parser = command(__doc__)
+    parser.add_argument("--params", type=count, help="512Mi, or 4Mi with --size small")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    wanted = set(options.format) | {FORMATS[name].compared_with for name in options.format if name in FORMATS}
-    unknown = set(options.format) - set(FORMATS)
-    if unknown:
-        parser.error(f"no format {', '.join(unknown)}; there are {', '.join(FORMATS)}")
+    needs = {name: [form.compared_with] for name, form in FORMATS.items() if form.compared_with}
+    options = parse(parser, cases_of(FORMATS, needs=needs), needs_gpu=False)
+    options.params = options.params or count("512Mi" if options.size == "full" else "4Mi")
     restart_with({**environment(), "OMP_NUM_THREADS": str(options.threads), "THP_MEM_ALLOC_ENABLE": "1"})
     torch.set_num_threads(options.threads)
-    begin = time.perf_counter()
-    rows = {name: rows_of(name, options) for name in FORMATS if not options.format or name in wanted}
-    for name in rows:
-        write_row("host_update", summary(name, rows))
-    print(f"{time.perf_counter() - begin:.0f} s in all")
+    rows: dict[str, dict[str, Row]] = {case.name: {} for case in options.cases}
+    try:
+        run("host_update", options.cases, lambda case: rows_of(case.name, options, rows[case.name]))
+    finally:
+        for name in rows:
+            write_row("host_update", summary(name, rows))
 
 
 if __name__ == "__main__":
