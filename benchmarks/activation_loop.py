@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workload with some blocks checkpointed or none, its iterations, and the row of one. For `activations.py`."""
+"""The workload with some blocks checkpointed or none: its iterations, the row of one, and trials at a memory limit."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import statistics
 import time
@@ -15,41 +14,41 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import offstage
-from benchmarks.anywhere import DEVICE, Row, allocated_bytes, now, peak_bytes, reset_peak, synchronize
-from benchmarks.common import rss_bytes
-from benchmarks.overlap import BATCH, gib, rounded
-from benchmarks.workload import GPT, Size, build, tokens
+from benchmarks import workload
+from benchmarks.common import (
+    DEVICE,
+    ON_GPU,
+    Row,
+    allocated_bytes,
+    clean_up,
+    gib,
+    now,
+    peak_bytes,
+    reset_peak,
+    rounded,
+    rss_bytes,
+    share,
+    synchronize,
+)
+from benchmarks.harness import say
+from benchmarks.workload import BATCH, GPT, IN_BACKWARD, Size, build, tokens
 from offstage.activations.offload import ActivationOffload, offload_activations
 
-SIZES = {
-    "full": Size(),
-    "small": Size(blocks=12, width=32, hidden=64, heads=2, vocabulary=128, sequence=32),
-}
+SIZES = {"full": Size(), "small": Size(blocks=12, width=32, hidden=64, heads=2, vocabulary=128, sequence=32)}
 SMALL_TENSORS = {"min_bytes": "1KiB"}
 WARM_UP = 2
+DEVICE_LIMIT = 24 * 2**30
 
 
-# The workload
-
-
-class Mixed(GPT):
-    """The workload with some blocks checkpointed, or none."""
-
-    recomputed: frozenset[int] = frozenset()
-
-    def _through_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=False) if number in self.recomputed else block(x)
-        return x
+# Iterations
 
 
 class Loop:
     """Iterations of a model: with its optimizer, or with SGD that uses each gradient as soon as it is there."""
 
-    def __init__(self, model: Mixed, optimizer: offstage.OffloadedOptimizer | None = None) -> None:
+    def __init__(self, model: GPT, optimizer: offstage.OffloadedOptimizer | None = None) -> None:
         self.model, self.optimizer = model, optimizer
         self.forward_end_bytes = 0
         """Allocated when forward ended: weights, state, and what waits for backward."""
@@ -89,16 +88,6 @@ def _descend(param: torch.Tensor) -> None:
     param.grad = None
 
 
-def clean_up() -> int:
-    """Free what nobody holds; the bytes that are still allocated, which would blur the peak."""
-    gc.collect()  # hooks tie models and optimizers into cycles
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", int)()  # save_on_cpu's pinned memory: as much again as ours
-        torch.cuda.reset_peak_memory_stats()
-    return allocated_bytes()
-
-
 # Measuring
 
 
@@ -108,7 +97,6 @@ class Bench:
 
     size_name: str
     iterations: int
-    begin: float = field(default_factory=time.perf_counter)
     failed: list[str] = field(default_factory=list)
     _loop: Loop | None = None
 
@@ -127,7 +115,7 @@ class Bench:
     @property
     def loop(self) -> Loop:
         if self._loop is None:
-            self._loop = Loop(build(self.size, kind=Mixed))
+            self._loop = Loop(build(self.size))
         return self._loop
 
     def drop_model(self) -> None:
@@ -135,12 +123,9 @@ class Bench:
         self._loop = None
         clean_up()
 
-    def say(self, what: str) -> None:
-        print(f"[{time.perf_counter() - self.begin:4.0f} s] {what}", flush=True)
-
     def attempt(self, name: str, work: Callable[[], Row]) -> Row | None:
         """A row, or `None`: what fails must not cost the others theirs."""
-        self.say(name)
+        say(name)
         try:
             return work()
         except Exception:
@@ -255,5 +240,77 @@ def against(row: Row | None, *bases: Row | None) -> Row:
     }
 
 
-def share(part: float, whole: float) -> float | None:
-    return round(part / whole, 4) if whole else None
+# At a limit of memory
+
+
+def offloaded_training(bench: Bench, config: Mapping[str, Any]) -> Loop:
+    """The workload with every block checkpointed, under `offload()`."""
+    if not bench.is_full:
+        config = {**config, **SMALL_TENSORS}
+    model = build(bench.size)
+    return Loop(model, workload.offloaded(model, bench.size_name, config))
+
+
+@contextlib.contextmanager
+def device_limit() -> Iterator[None]:
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(DEVICE_LIMIT / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Trial:
+    """The workload in a limited device: state offloaded and updated in backward, one sequence at a time."""
+
+    def __init__(self, bench: Bench, config: Mapping[str, Any] | None, learning_length: int) -> None:
+        clean_up()
+        self._bench = bench
+        self._loop = offloaded_training(bench, IN_BACKWARD)
+        self._handle = None if config is None else bench.offload_activations(self._loop.model, config)
+        for _ in range(4):  # hook counts are learned in the first iterations, in which gradients stay
+            self._loop.iterate(self._batch(learning_length))
+
+    def _batch(self, length: int) -> torch.Tensor:
+        generator = torch.Generator(DEVICE).manual_seed(length)
+        vocabulary = self._bench.size.vocabulary
+        return torch.randint(vocabulary, (1, length), generator=generator, device=DEVICE)
+
+    def train(self, length: int) -> Row:
+        """Two iterations, the second of which is timed."""
+        try:
+            return self._train(length)
+        except (torch.OutOfMemoryError, offstage.OffstageError) as error:
+            return {"failed": f"{type(error).__name__}: {str(error)[:80]}"}
+
+    def _train(self, length: int) -> Row:
+        clean_up()
+        batch = self._batch(length)
+        for _ in range(2):
+            synchronize()
+            start = time.perf_counter()
+            self._loop.iterate(batch)
+            synchronize()
+            ms = 1e3 * (time.perf_counter() - start)
+        left = 0 if self._handle is None else self._handle.receipt().bytes_left
+        return {
+            "median_ms": round(ms, 1),
+            "ms_per_1k_tokens": round(ms / length * 1e3, 3),
+            "peak_gib": gib(peak_bytes()),
+            "left_gib": gib(left),
+        }
+
+    def close(self) -> None:
+        assert self._loop.optimizer is not None
+        ends = (
+            [self._loop.optimizer.close] if self._handle is None else [self._handle.remove, self._loop.optimizer.close]
+        )
+        for end in ends:
+            with contextlib.suppress(offstage.OffstageError, RuntimeError):  # of an iteration that has failed
+                end()
+        del end, ends  # or clean_up() would find them held
+        del self._loop, self._handle
+        clean_up()

@@ -23,17 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness, workload
-from benchmarks.common import (
-    ON_GPU,
-    Row,
-    clean_up,
-    gib,
-    peak_bytes,
-    reset_peak,
-    rounded,
-    synchronize,
-    times,
-)
+from benchmarks.common import ON_GPU, Row, clean_up, gib, peak_bytes, reset_peak, rounded, synchronize, times
 from benchmarks.harness import at_least, at_most
 from benchmarks.workload import IN_BACKWARD, IN_STEP, MAX_NORM, OVERLAP_FORWARD, RESIDENT, SIZES, Clip
 
@@ -215,14 +205,7 @@ def auto_cases() -> list[Case]:
     ]
 
 
-CASES = [
-    *baselines(),
-    *overlap_forward_cases(),
-    *in_backward_cases(),
-    *clipping_cases(),
-    *curve_cases(),
-    *auto_cases(),
-]
+CASES = [*baselines(), *overlap_forward_cases(), *in_backward_cases(), *clipping_cases(), *curve_cases(), *auto_cases()]
 
 
 # Measuring

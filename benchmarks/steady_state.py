@@ -33,7 +33,7 @@ from benchmarks.common import DEVICE, ON_GPU, Row, allocated_bytes, synchronize
 from benchmarks.harness import Case
 from benchmarks.overlap_bits import update_all_early
 from benchmarks.trace import ACTIVITIES
-from benchmarks.workload import BATCH, GPT, Size
+from benchmarks.workload import BATCH, GPT, SIZES, Size
 
 SHAPES = [(2048, 2048), (2048, 4096), (4096,), (1000, 333)] * 4
 FORBIDDEN = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "Synchronize", "cudaStreamCreate")
@@ -153,17 +153,17 @@ def threads_of_the_loop(events: Sequence[FunctionEvent]) -> set[int]:
 class Training:
     """A small GPT in the loop a user would write."""
 
-    def __init__(self, case: OverlapCase) -> None:
+    def __init__(self, case: OverlapCase, size: Size) -> None:
         torch.manual_seed(0)
-        self.model = GPT(SIZE).to(torch.bfloat16).to(DEVICE)
+        self.model = GPT(size).to(torch.bfloat16).to(DEVICE)
         plain = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         config = {"master_weights": "split", "chunk_bytes": "1MiB", **case.config}
         self.optimizer = offstage.offload(plain, self.model, **config)
         if self.optimizer.config.update_in_backward:
             update_all_early(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        shape = (BATCH, SIZE.sequence)
-        self._batches = itertools.cycle([torch.randint(SIZE.vocabulary, shape).to(DEVICE) for _ in range(4)])
+        shape = (BATCH, size.sequence)
+        self._batches = itertools.cycle([torch.randint(size.vocabulary, shape).to(DEVICE) for _ in range(4)])
         self._max_norms = itertools.cycle(case.max_norms or (None,))
 
     def run(self, iterations: int) -> None:
@@ -177,9 +177,11 @@ class Training:
             self.optimizer.zero_grad()
 
 
-def overlap_steady_state(case: OverlapCase, *, iterations: int = 200, settled: int = 20, traced: int = 10) -> Row:
+def overlap_steady_state(
+    case: OverlapCase, *, iterations: int = 200, settled: int = 20, traced: int = 10, size: Size = SIZE
+) -> Row:
     """What happens after the first `settled` iterations; a synchronisation raises."""
-    training = Training(case)
+    training = Training(case, size)
     training.run(settled)
     before = allocator_bytes()
     with refused_synchronisations():
@@ -219,7 +221,9 @@ def streams_used(trace: profile) -> int:
 
 def main() -> None:
     options = harness.parse(harness.command(__doc__), harness.cases_of([*CASES, *OVERLAP_CASES]))
-    few: dict[str, Any] = {} if options.size == "full" else {"iterations": 4, "settled": 2, "traced": 1}
+    few: dict[str, Any] = (
+        {} if options.size == "full" else {"iterations": 4, "settled": 2, "traced": 1, "size": SIZES["small"]}
+    )
 
     def measure(case: Case) -> Row:
         if case.name in OVERLAP_CASES:

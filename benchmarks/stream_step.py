@@ -36,7 +36,8 @@ FIRST = torch.device("cuda", 0) if ON_GPU else DEVICE
 PIECE = 16 * 2**20  # elements: 64 MiB a copy
 LINK_NUMEL = {"full": 256 * 2**20, "small": 2**20}
 PINNED_GIB = {"full": 30, "small": 0.0625}
-LAYERS = {"full": 32, "small": 1}
+LAYERS = {"full": 32, "small": 2}
+SHRUNK = {"full": 1, "small": 16}
 SHAPES = [(4096, 4096), (4096, 4096), (4096, 8192), (4096,)]
 CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32 parameters": (torch.float32, {}),
@@ -75,11 +76,13 @@ def link_rates(size_name: str) -> dict[str, float]:
     return {name: round(rate, 2) for name, rate in rates.items()}
 
 
-def model(dtype: torch.dtype, num_layers: int) -> list[torch.nn.Parameter]:
+def model(dtype: torch.dtype, size_name: str) -> list[torch.nn.Parameter]:
     params = []
-    for _ in range(num_layers):
+    for _ in range(LAYERS[size_name]):
         for shape in SHAPES:
-            weight = torch.empty(shape, dtype=dtype, device=DEVICE).normal_(std=0.02)
+            weight = torch.empty([dim // SHRUNK[size_name] for dim in shape], dtype=dtype, device=DEVICE).normal_(
+                std=0.02
+            )
             params.append(torch.nn.Parameter(weight))
             params[-1].grad = torch.empty_like(weight).normal_(std=1e-3)
     return params
@@ -87,7 +90,7 @@ def model(dtype: torch.dtype, num_layers: int) -> list[torch.nn.Parameter]:
 
 def streamed(name: str, size_name: str, duplex: float) -> Row:
     dtype, config = CASES[name]
-    params = model(dtype, LAYERS[size_name])
+    params = model(dtype, size_name)
     numel = sum(p.numel() for p in params)
     synchronize()
     reset_peak()

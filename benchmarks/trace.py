@@ -26,17 +26,7 @@ import offstage
 from benchmarks import harness
 from benchmarks.common import DEVICE, ON_GPU, Row, clean_up, synchronize
 from benchmarks.harness import Case
-from benchmarks.workload import (
-    BATCH,
-    IN_BACKWARD,
-    IN_STEP,
-    MAX_NORM,
-    OVERLAP_FORWARD,
-    SIZES,
-    build,
-    offloaded,
-    tokens,
-)
+from benchmarks.workload import BATCH, IN_BACKWARD, IN_STEP, MAX_NORM, OVERLAP_FORWARD, SIZES, build, offloaded, tokens
 
 Span = tuple[float, float]
 Event = Mapping[str, Any]
