@@ -16,22 +16,8 @@ import torch
 from torch import nn
 
 import offstage
-from benchmarks import workload
-from benchmarks.common import (
-    DEVICE,
-    ON_GPU,
-    Row,
-    allocated_bytes,
-    clean_up,
-    gib,
-    now,
-    peak_bytes,
-    reset_peak,
-    rounded,
-    rss_bytes,
-    share,
-    synchronize,
-)
+from benchmarks import common, workload
+from benchmarks.common import DEVICE, ON_GPU, Row, gib, synchronize
 from benchmarks.harness import say
 from benchmarks.workload import BATCH, GPT, IN_BACKWARD, Size, build, tokens
 from offstage.activations.offload import ActivationOffload, offload_activations
@@ -45,40 +31,32 @@ DEVICE_LIMIT = 24 * 2**30
 # Iterations
 
 
-class Loop:
+class Loop(workload.Training):
     """Iterations of a model: with its optimizer, or with SGD that uses each gradient as soon as it is there."""
 
-    def __init__(self, model: GPT, optimizer: offstage.OffloadedOptimizer | None = None) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: GPT, size: Size, optimizer: offstage.OffloadedOptimizer | None = None) -> None:
+        super().__init__(model, optimizer, size)
+        self.around: Callable[[], Any] = contextlib.nullcontext
+        """What forward runs in."""
         self.forward_end_bytes = 0
         """Allocated when forward ended: weights, state, and what waits for backward."""
-        self.losses: list[torch.Tensor] = []
         if optimizer is None:
             for param in model.parameters():
                 param.register_post_accumulate_grad_hook(_descend)  # type: ignore[no-untyped-call]
 
-    def iterate(self, batch: torch.Tensor, around: Callable[[], Any] = contextlib.nullcontext) -> None:
-        with around():
-            loss = self.model(batch)
-        self.forward_end_bytes = allocated_bytes()
+    def iterate_on(self, batch: torch.Tensor) -> None:
+        self.batches = itertools.repeat(batch)
+        self.iterate()
+
+    def iterate(self) -> None:
+        with self.around():
+            loss = self.model(next(self.batches))
+        self.forward_end_bytes = common.allocated_bytes()
         loss.backward()
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.losses = [*self.losses[:1], loss.detach()]
-
-    def timed(self, batches: Iterator[torch.Tensor], iterations: int, around: Callable[[], Any]) -> Row:
-        """Mean and median time of an iteration. The host waits before the first and after the last only."""
-        synchronize()
-        start = time.perf_counter()
-        ends = [now()]
-        for _ in range(iterations):
-            self.iterate(next(batches), around)
-            ends.append(now())
-        synchronize()
-        mean = 1e3 * (time.perf_counter() - start) / iterations
-        median = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(ends))
-        return {"iteration_ms": round(mean, 1), "median_ms": round(median, 1)}
 
 
 @torch.no_grad()
@@ -115,13 +93,13 @@ class Bench:
     @property
     def loop(self) -> Loop:
         if self._loop is None:
-            self._loop = Loop(build(self.size))
+            self._loop = Loop(build(self.size), self.size)
         return self._loop
 
     def drop_model(self) -> None:
         """Before a case with a model of its own."""
         self._loop = None
-        clean_up()
+        common.clean_up()
 
     def attempt(self, name: str, work: Callable[[], Row]) -> Row | None:
         """A row, or `None`: what fails must not cost the others theirs."""
@@ -153,54 +131,34 @@ class Bench:
         """The workload without an optimizer; activations leave unless `config` is `None`."""
 
         def work() -> Row:
-            self.loop.model.recomputed = frozenset(recomputed)
-            return self.row(
-                self.loop,
-                {"case": name, "recomputed": len(recomputed), "named_layers": None if layers is None else len(layers)},
-                config,
-                layers=layers,
-                warm_up=warm_up,
-                iterations=iterations or self.iterations,
-                around=around,
-            )
+            self.loop.model.recomputed, self.loop.around = frozenset(recomputed), around
+            named = None if layers is None else len(layers)
+            about = {"case": name, "recomputed": len(recomputed), "named_layers": named}
+            return about | self.row(self.loop, config, warm_up, iterations or self.iterations, layers)
 
         return self.attempt(name, work)
 
     def row(
         self,
         loop: Loop,
-        begins_with: Row,
         config: Mapping[str, Any] | None,
-        *,
-        layers: Sequence[nn.Module] | None = None,
-        warm_up: int = WARM_UP,
+        warm_up: int,
         iterations: int,
-        around: Callable[[], Any] = contextlib.nullcontext,
+        layers: Sequence[nn.Module] | None = None,
     ) -> Row:
         """Warm up, measure, and count."""
-        start_bytes = clean_up()
-        batches = itertools.cycle([tokens(self.size, BATCH, seed) for seed in range(4)])
+        start_bytes = common.clean_up()
+        loop.batches = itertools.cycle([tokens(self.size, BATCH, seed) for seed in range(4)])
         handle = None if config is None else self.offload_activations(loop.model, config, layers)
         try:
-            for _ in range(warm_up):
-                loop.iterate(next(batches), around)
-            synchronize()
-            before_peak = peak_bytes()
-            reset_peak()
-            found = loop.timed(batches, iterations, around)
             row = {
-                **begins_with,
                 "size": self.size_name,
                 "config": config,
-                "warm_up": warm_up,
-                "iterations": iterations,
-                **found,
                 "allocated_at_start_gib": gib(start_bytes),
-                "peak_gib": gib(peak_bytes()),
-                "peak_gib_since_start": gib(max(before_peak, peak_bytes())),
+                **loop.measured(warm_up, iterations),
                 "forward_end_gib": gib(loop.forward_end_bytes),
-                "rss_gib": gib(rss_bytes()),
-                "first_and_last_loss": [rounded(float(loss)) for loss in loop.losses],
+                "rss_gib": gib(common.rss_bytes()),
+                "first_and_last_loss": [common.rounded(float(loss)) for loss in loop.losses],
             }
             return row if handle is None else row | moved(handle)
         finally:
@@ -235,8 +193,8 @@ def against(row: Row | None, *bases: Row | None) -> Row:
         "base_median_ms": round(median, 1),
         "ratio": round(row["median_ms"] / median, 4),
         "base_peak_gib": round(peak, 4),
-        "peak_lower_share": share(peak - row["peak_gib"], row["left_gib"]),
-        "forward_end_lower_share": share(forward_end - row["forward_end_gib"], row["left_gib"]),
+        "peak_lower_share": common.share(peak - row["peak_gib"], row["left_gib"]),
+        "forward_end_lower_share": common.share(forward_end - row["forward_end_gib"], row["left_gib"]),
     }
 
 
@@ -248,7 +206,7 @@ def offloaded_training(bench: Bench, config: Mapping[str, Any]) -> Loop:
     if not bench.is_full:
         config = {**config, **SMALL_TENSORS}
     model = build(bench.size)
-    return Loop(model, workload.offloaded(model, bench.size_name, config))
+    return Loop(model, bench.size, workload.offloaded(model, bench.size_name, config))
 
 
 @contextlib.contextmanager
@@ -267,12 +225,12 @@ class Trial:
     """The workload in a limited device: state offloaded and updated in backward, one sequence at a time."""
 
     def __init__(self, bench: Bench, config: Mapping[str, Any] | None, learning_length: int) -> None:
-        clean_up()
+        common.clean_up()
         self._bench = bench
         self._loop = offloaded_training(bench, IN_BACKWARD)
         self._handle = None if config is None else bench.offload_activations(self._loop.model, config)
         for _ in range(4):  # hook counts are learned in the first iterations, in which gradients stay
-            self._loop.iterate(self._batch(learning_length))
+            self._loop.iterate_on(self._batch(learning_length))
 
     def _batch(self, length: int) -> torch.Tensor:
         generator = torch.Generator(DEVICE).manual_seed(length)
@@ -287,19 +245,19 @@ class Trial:
             return {"failed": f"{type(error).__name__}: {str(error)[:80]}"}
 
     def _train(self, length: int) -> Row:
-        clean_up()
+        common.clean_up()
         batch = self._batch(length)
         for _ in range(2):
             synchronize()
             start = time.perf_counter()
-            self._loop.iterate(batch)
+            self._loop.iterate_on(batch)
             synchronize()
             ms = 1e3 * (time.perf_counter() - start)
         left = 0 if self._handle is None else self._handle.receipt().bytes_left
         return {
             "median_ms": round(ms, 1),
             "ms_per_1k_tokens": round(ms / length * 1e3, 3),
-            "peak_gib": gib(peak_bytes()),
+            "peak_gib": gib(common.peak_bytes()),
             "left_gib": gib(left),
         }
 
@@ -311,6 +269,6 @@ class Trial:
         for end in ends:
             with contextlib.suppress(offstage.OffstageError, RuntimeError):  # of an iteration that has failed
                 end()
-        del end, ends  # or clean_up() would find them held
+        del end, ends  # or common.clean_up() would find them held
         del self._loop, self._handle
-        clean_up()
+        common.clean_up()

@@ -32,7 +32,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks import harness
+from benchmarks import common, harness
 from benchmarks.activation_loop import (
     DEVICE_LIMIT,
     WARM_UP,
@@ -44,21 +44,9 @@ from benchmarks.activation_loop import (
     moved,
     offloaded_training,
 )
-from benchmarks.common import (
-    ON_GPU,
-    Row,
-    allocated_bytes,
-    clean_up,
-    gib,
-    peak_bytes,
-    reset_peak,
-    rounded,
-    rss_bytes,
-    share,
-    synchronize,
-)
+from benchmarks.common import ON_GPU, Row, gib, synchronize
 from benchmarks.harness import Case, at_least, at_most, is_met, say
-from benchmarks.workload import IN_BACKWARD, OVERLAP_FORWARD, RECEIPT_FIELDS, RESIDENT, Size, build, tokens
+from benchmarks.workload import IN_BACKWARD, OVERLAP_FORWARD, RESIDENT, Size, build, tokens
 from offstage.activations.offload import offload_activations
 
 AUTO_WARM_UP = 8
@@ -270,27 +258,19 @@ def with_state(bench: Bench) -> Iterator[Row | None]:
             assert closed is not None
             closed.close()
             del closed
-        clean_up()
+        common.clean_up()
 
 
 def state_row(bench: Bench, state: str, config: Mapping[str, Any], leaves: bool, loops: list[Loop]) -> Row:
     if not loops:
-        clean_up()
+        common.clean_up()
         loops.append(offloaded_training(bench, config))
     loop = loops[0]
     assert loop.optimizer is not None
-    begins_with = {"case": f"{state}_state{'_and_activations' * leaves}", "state": dict(config)}
     # Hook counts are learned, and a window opens, in the first iterations.
-    row = bench.row(
-        loop, begins_with, {} if leaves else None, warm_up=2 if leaves else 4, iterations=min(3, bench.iterations)
-    )
-    receipt = loop.optimizer.receipt()
-    return {
-        **row,
-        "host_state_gib": gib(receipt.host_state_bytes),
-        "receipt": {name: rounded(getattr(receipt, name, None)) for name in RECEIPT_FIELDS},
-        "fallbacks": list(receipt.fallbacks),
-    }
+    row = bench.row(loop, {} if leaves else None, 2 if leaves else 4, min(3, bench.iterations))
+    about = {"case": f"{state}_state{'_and_activations' * leaves}", "state": dict(config)}
+    return about | row | loop.counted()
 
 
 def beside(bench: Bench, row: Row, done: Mapping[tuple[str, bool], Row]) -> Row:
@@ -399,8 +379,8 @@ def varying_lengths(bench: Bench) -> Row:
     """Sequences of 1:8 in no order; what is held after a tenth, a half, and all of the iterations."""
     size, total = (THOUSAND, 1000) if bench.is_full else (bench.size, 60)
     looks = (total // 10, total // 2, total)
-    start_bytes = clean_up()
-    loop = Loop(build(size))
+    start_bytes = common.clean_up()
+    loop = Loop(build(size), size)
     loop.model.recomputed = ()
     batch = tokens(size, 2, 0)
     lengths = random.Random(0)
@@ -413,7 +393,7 @@ def varying_lengths(bench: Bench) -> Row:
     ):
         for number in range(1, total + 1):
             length = lengths.randint(size.sequence // 8, size.sequence) if number > 1 else size.sequence
-            loop.iterate(batch[:, :length])
+            loop.iterate_on(batch[:, :length])
             if number in looks:
                 synchronize()
                 say(f"    {number} iterations")
@@ -421,13 +401,13 @@ def varying_lengths(bench: Bench) -> Row:
                     {
                         "iterations": number,
                         "host_pool_bytes": handle.host_bytes,
-                        "allocated_bytes": allocated_bytes(),
-                        "peak_bytes": peak_bytes(),
+                        "allocated_bytes": common.allocated_bytes(),
+                        "peak_bytes": common.peak_bytes(),
                         "reserved_bytes": torch.cuda.memory_reserved() if ON_GPU else 0,
-                        "rss_gib": gib(rss_bytes()),
+                        "rss_gib": gib(common.rss_bytes()),
                     }
                 )
-                reset_peak()
+                common.reset_peak()
         counted = moved(handle)
     seconds = time.perf_counter() - start
     row = {
@@ -440,8 +420,10 @@ def varying_lengths(bench: Bench) -> Row:
         "peak_gib": gib(max(look["peak_bytes"] for look in held)),
         **counted,
         "held": held,
-        "growth": {name: share(held[-1][name], held[0][name]) for name in ("host_pool_bytes", "allocated_bytes")},
-        "peak_growth": share(held[-1]["peak_bytes"], held[0]["peak_bytes"]),
+        "growth": {
+            name: common.share(held[-1][name], held[0][name]) for name in ("host_pool_bytes", "allocated_bytes")
+        },
+        "peak_growth": common.share(held[-1]["peak_bytes"], held[0]["peak_bytes"]),
     }
     if bench.is_full:
         grown = row["growth"]
@@ -468,23 +450,6 @@ CASES: dict[str, Callable[[Bench], Iterator[Row | None]]] = {
 """In this order: what matters most comes first."""
 
 
-def summary(row: Row) -> str:
-    """One line for the terminal."""
-    found = {
-        "x": row.get("ratio") or row.get("ratio_to_frontier"),
-        "lower": row.get("peak_lower_share"),
-        "times faster": row.get("times_faster"),
-        "tokens": row.get("sequence"),
-        "ms/1k": row.get("ms_per_1k_tokens"),
-    }
-    return (
-        f"{row['case']:<32} {row['median_ms']:9.1f} ms  peak {row['peak_gib']:6.2f} GiB"
-        f"  left {row.get('left_gib', 0):6.2f} GiB  "
-        + "  ".join(f"{value:.3f} {name}" for name, value in found.items() if value is not None)
-        + f"  {harness.verdict(row)}"
-    )
-
-
 def main() -> None:
     parser = harness.command(__doc__)
     parser.add_argument("--iterations", type=int, help="measured after the warm-up; long cases take fewer")
@@ -494,7 +459,7 @@ def main() -> None:
     def measure(case: Case) -> Iterator[Row | None]:
         return CASES[case.name](bench)
 
-    harness.run("activations", options.cases, measure, summary, failed=bench.failed)
+    harness.run("activations", options.cases, measure, failed=bench.failed)
 
 
 if __name__ == "__main__":

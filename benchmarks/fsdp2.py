@@ -34,19 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.profiler import profile, record_function
 
-from benchmarks import harness, turns, workload
-from benchmarks.common import (
-    DEVICE,
-    ON_GPU,
-    Row,
-    allocated_bytes,
-    clean_up,
-    gib,
-    peak_bytes,
-    reset_peak,
-    synchronize,
-    times,
-)
+from benchmarks import common, harness, turns, workload
+from benchmarks.common import DEVICE, ON_GPU, Row, gib, synchronize
 from benchmarks.harness import Case, at_most
 from benchmarks.trace import ACTIVITIES, LANE_OF, SMALL_KERNELS, Event, Span, exported, launched_in
 from benchmarks.workload import GPT, IN_STEP, RESIDENT, SIZES, build
@@ -125,11 +114,11 @@ class Training(workload.Training):
 
     def most_bytes(self) -> int:
         """On the device in two iterations."""
-        reset_peak()
+        common.reset_peak()
         for _ in range(2):
             self.iterate()
         synchronize()
-        return peak_bytes()
+        return common.peak_bytes()
 
     def fetches(self) -> Row | None:
         """What a profile of one iteration says of the way of state to the device; `None` without a device."""
@@ -197,12 +186,12 @@ def total_ms(spans: Iterable[Span]) -> float:
 
 def measure(name: str, size_name: str, num_rounds: int) -> list[Row]:
     """Everything about one setting: a row without FSDP2, and one with it."""
-    clean_up()
+    common.clean_up()
     trainings: list[Training] = []
     rows: list[Row] = []
     try:
         for with_fsdp2 in (False, True):
-            start_bytes = allocated_bytes()
+            start_bytes = common.allocated_bytes()
             training = Training(SETTINGS[name], size_name, with_fsdp2=with_fsdp2)
             assert isinstance(training.model, FSDPModule) == with_fsdp2
             trainings.append(training)
@@ -233,7 +222,7 @@ def measure(name: str, size_name: str, num_rounds: int) -> list[Row]:
 def compared(row: Row, unsharded: Row, resident: Mapping[bool, Row]) -> Row:
     """`row` against the same setting without FSDP2, and against resident state of the same kind."""
     found = resident.get(row["with_fsdp2"], {})
-    row |= {"resident_ms": found.get("median_ms"), "ratio": times(row, found, "median_ms")}
+    row |= {"resident_ms": found.get("median_ms"), "ratio": common.times(row, found, "median_ms")}
     if row["with_fsdp2"]:
         ratios = [mine / its for mine, its in zip(row["rounds_ms"], unsharded["rounds_ms"], strict=True)]
         row |= {
@@ -242,7 +231,7 @@ def compared(row: Row, unsharded: Row, resident: Mapping[bool, Row]) -> Row:
             "unsharded_slots": unsharded["slots"],
             "ratios_to_unsharded": [round(one, 4) for one in ratios],
             "ratio_to_unsharded": round(statistics.median(ratios), 4),
-            "mean_ratio_to_unsharded": times(row, unsharded, "iteration_ms"),
+            "mean_ratio_to_unsharded": common.times(row, unsharded, "iteration_ms"),
         }
         if row["size"] == "full":  # a tiny model has other ratios, and nothing to prove
             row["must"] = {"ratio_to_unsharded": at_most(MAX_RATIO, row["ratio_to_unsharded"])}
@@ -267,16 +256,6 @@ def slots_sweep(size_name: str, num_rounds: int) -> Iterator[Row]:
 # The command
 
 
-def summary(row: Row) -> str:
-    """One line for the terminal."""
-    to_unsharded = f"{row['ratio_to_unsharded']:.3f} x unsharded" if row.get("ratio_to_unsharded") else ""
-    return (
-        f"{row['case']:<20} {'FSDP2' if row['with_fsdp2'] else '':<6} {row['slots']:2} slots {row['median_ms']:8.1f} ms"
-        f"  peak {row['peak_gib']:6.2f} GiB  {row['ratio'] or 0:6.3f} x resident  {to_unsharded}"
-        f" {harness.verdict(row)}"
-    )
-
-
 def main() -> None:
     parser = harness.command(__doc__)
     parser.add_argument("--rounds", type=int, help="5 of 3 iterations with and without FSDP2; 3 of 2 of the sweep")
@@ -295,9 +274,9 @@ def main() -> None:
     with one_rank():
         if options.slots_sweep:
             sweep = harness.cases_of(["slots_sweep"])
-            harness.run("fsdp2", sweep, lambda _: slots_sweep(options.size, options.rounds or 3), summary)
+            harness.run("fsdp2", sweep, lambda _: slots_sweep(options.size, options.rounds or 3))
         else:
-            harness.run("fsdp2", options.cases, measured, summary)
+            harness.run("fsdp2", options.cases, measured)
 
 
 if __name__ == "__main__":

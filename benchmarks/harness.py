@@ -2,7 +2,7 @@
 """The harness of every benchmark: cases, the command line, what a row has to reach, a process per case, the summary.
 
     options = parse(command(__doc__), CASES)          python -m benchmarks.QUESTION [CASE ...] [--size small]
-    run("question", options.cases, measure, summary)  a row, or several, for each case
+    run("question", options.cases, measure)           a row, or several, for each case
 
 A script describes its cases and measures one of them. The harness selects those that were asked for and those they
 need, writes their rows, goes on when one of them fails, and ends with a line for each row.
@@ -108,7 +108,7 @@ def is_met(row: Mapping[str, Any]) -> bool:
 
 def verdict(row: Mapping[str, Any]) -> str:
     """For the summary: nothing, `met`, or what was not met."""
-    unmet = [name for name, one in row.get("must", {}).items() if not one["met"]]
+    unmet = [name for name, one in row.get("must", {}).items() if not (one["met"] if isinstance(one, dict) else one)]
     return f"NOT MET: {', '.join(unmet)}" if unmet else "met" if row.get("must") else ""
 
 
@@ -119,11 +119,36 @@ def say(what: str) -> None:
     print(f"[{time.perf_counter() - _begin:4.0f} s] {what}", flush=True)
 
 
+NAMED_BY = ("case", "variant", "plan_name", "setting", "format", "system", "slots")
+SHOWN = {
+    "iteration_ms": "ms",
+    "median_ms": "ms median",
+    "measured_ms": "ms",
+    "step_ms": "ms step",
+    "ratio": "x",
+    "ratio_to_unsharded": "x unsharded",
+    "ratio_to_frontier": "x frontier",
+    "fraction_ratio_at_peak": "x fraction at that peak",
+    "times_faster": "times faster",
+    "peak_gib": "GiB peak",
+    "left_gib": "GiB left",
+    "sequence": "tokens",
+}
+"""Fields of rows that are worth a place in the summary, and their units."""
+
+
+def summary(row: Row) -> str:
+    """One line for the terminal: what was measured, the numbers that matter, and whether it reached what it must."""
+    name = " ".join(dict.fromkeys(str(row[field]) for field in NAMED_BY if row.get(field) is not None))
+    numbers = [f"{row[field]:9.3f} {unit}" for field, unit in SHOWN.items() if isinstance(row.get(field), int | float)]
+    error = row.get("error", "").splitlines()[-2:]
+    return f"{name:<40} {' '.join(numbers)}  {verdict(row)}{' '.join(error)}"
+
+
 def run(
     question: str,
     cases: Iterable[AnyCase],
     measure: Callable[[AnyCase], Row | Iterable[Row | None]],
-    summary: Callable[[Row], str] | None = None,
     *,
     failed: list[str] | None = None,
 ) -> list[Row]:
@@ -145,8 +170,7 @@ def run(
             traceback.print_exc()
             failed.append(case.name)
     say("in all")
-    if summary is not None:
-        print("", *map(summary, rows), sep="\n")
+    print("", *map(summary, rows), sep="\n")
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
     return rows

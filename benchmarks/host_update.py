@@ -141,9 +141,6 @@ class Offstage:
         self._coefficients[:] = torch.stack([lr * WEIGHT_DECAY, lr / (1 - beta1**step), (1 - beta2**step).sqrt()])
         self._threads.run(self._slices)
 
-    def close(self) -> None:
-        pass
-
 
 class Peer:
     """An optimizer class over the state's memory, with conversions around it where it knows fp32 only."""
@@ -169,9 +166,6 @@ class Peer:
         self._optimizer.step()
         if self._converts:
             self._state.weight.copy_(self._param)
-
-    def close(self) -> None:
-        pass
 
 
 def torch_fused(state: State, threads: int) -> Peer:
@@ -242,12 +236,9 @@ def largest_difference(name: str, form: Format) -> float:
     reference.grad = state.grad.float()
     oracle = torch.optim.AdamW([reference], lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, eps=EPS, fused=True)
     system = SYSTEMS[name](state, 1)
-    try:
-        for _ in range(CHECKED_STEPS):
-            system.step()
-            oracle.step()
-    finally:
-        system.close()
+    for _ in range(CHECKED_STEPS):
+        system.step()
+        oracle.step()
     return float((state.result - reference.detach()).abs().max()) / LR
 
 
@@ -264,7 +255,6 @@ def rows_of(form_name: str, options: argparse.Namespace, rows: dict[str, Row]) -
         except Exception as error:  # a peer that is not there must not cost the others their rows
             row["error"] = " ← ".join(repr(one)[-600:] for one in (error, error.__cause__) if one)
     for name, times in in_turns(running, options.repeats).items():
-        running[name].close()
         rows[name] |= rates(times, options.params, running[name].bytes_per_param)
     for row in rows.values():
         yield row | {"repeats": options.repeats, "huge_pages_gib": huge_pages_gib()}
@@ -278,7 +268,6 @@ def scaling(state: State, most: int) -> dict[str, Any]:
     for threads in [2**i for i in range(most.bit_length()) if 2**i < most] + [most]:
         system = Offstage(state, threads)
         times = in_turns({"offstage": system}, repeats=3, warm_up=1)["offstage"]
-        system.close()
         found[threads] = rates(times, state.weight.numel(), system.bytes_per_param)["gparam_per_s"]
     return {"format": "lossless", "system": "offstage", "gparam_per_s_by_threads": found}
 

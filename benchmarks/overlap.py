@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import harness, workload
-from benchmarks.common import ON_GPU, Row, clean_up, gib, peak_bytes, reset_peak, rounded, synchronize, times
+from benchmarks.common import ON_GPU, Row, clean_up, gib, rounded, synchronize, times
 from benchmarks.harness import at_least, at_most
 from benchmarks.workload import IN_BACKWARD, IN_STEP, MAX_NORM, OVERLAP_FORWARD, RESIDENT, SIZES, Clip
 
@@ -62,150 +62,74 @@ class Case(harness.Case):
         return "resident" if self.micro_batches == 1 else f"resident_x{self.micro_batches}"
 
 
-# The cases
-
-
-def baselines() -> list[Case]:
-    return [
-        Case(name="resident", setting="resident", config=RESIDENT),
-        # Two to warm up, of four micro-batches each: resident state has nothing to learn.
-        Case(name="resident_x4", setting="resident", config=RESIDENT, micro_batches=4, warm_up=2, short=True),
-        Case(name="in_step", setting="in_step", config=IN_STEP, groups=("curve",)),
-    ]
-
-
-def overlap_forward_cases() -> list[Case]:
-    return [
-        Case(
-            name="overlap_forward",
-            setting="overlap_forward",
-            config=OVERLAP_FORWARD,
-            at_most={"ratio": 1.65, "peak_gib": 15},
-            groups=("limits", "curve"),
-        ),
-        Case(
-            name="overlap_forward_x4",
-            setting="overlap_forward",
-            config=OVERLAP_FORWARD,
-            micro_batches=4,
-            short=True,
-            at_most={"ratio": 1.18},
-            groups=("limits",),
-        ),
-        Case(
-            name="window_8gib",
-            setting="window",
-            config={**OVERLAP_FORWARD, "window": "8GiB"},
-            at_most={"ratio": 1.45, "peak_gib": 22},
-            groups=("limits",),
-        ),
-    ]
-
-
-def in_backward_cases() -> list[Case]:
-    return [
-        Case(
-            name="in_backward",
-            setting="in_backward",
-            config=IN_BACKWARD,
-            clip=None,
-            at_most={"ratio": 1.12, "peak_gib": 12},
-            groups=("limits", "curve"),
-        ),
-        Case(
-            name="in_backward_x4",
-            setting="in_backward",
-            config=IN_BACKWARD,
-            clip=None,
-            micro_batches=4,
-            short=True,
-            at_most={"ratio": 1.05},
-            groups=("limits",),
-        ),
-        Case(
-            name="in_backward_6_bytes",
-            setting="in_backward_6_bytes",
-            config={**IN_BACKWARD, "state_dtype": "bfloat16"},
-            clip=None,
-            at_most={"ratio": 1.05},
-            groups=("limits",),
-        ),
-    ]
-
-
-def clipping_cases() -> list[Case]:
-    """The optimizer's own clipping with updates in backward: never active, and always."""
-    return [
-        Case(
-            name="clip_never_active",
-            setting="in_backward_clip",
-            config=IN_BACKWARD,
-            clip="optimizer",
-            loss_scale=1e-2,
-            at_most={"ratio": 1.18, "peak_gib": 16, "largest_norm": MAX_NORM},
-            groups=("limits", "clip"),
-        ),
-        Case(
-            name="clip_always_active",
-            setting="in_backward_clip",
-            config=IN_BACKWARD,
-            clip="optimizer",
-            loss_scale=1e3,
-            warm_up=12,  # speculation has to see that it loses before it switches itself off
-            compared_with="overlap_forward",
-            at_most={"ratio_to_overlap_forward": 1.05},
-            at_least={"smallest_norm": MAX_NORM},
-            groups=("limits", "clip"),
-        ),
-    ]
-
-
-def curve_cases() -> list[Case]:
-    """Time and peak over fractions; 1 is measured by `overlap_forward` and `in_backward` themselves."""
-    cases = [
-        Case(
-            name="fraction_0",
-            setting="resident_split",
-            config={**IN_STEP, "fraction": 0.0},  # nothing moves, so nothing may be asked to overlap
-            short=True,
-            groups=("curve",),
-        )
-    ]
-    settings: tuple[tuple[str, Mapping[str, Any], Clip], ...] = (
-        ("overlap_forward", OVERLAP_FORWARD, "outside"),
-        ("in_backward", IN_BACKWARD, None),
+def case(name: str, config: Mapping[str, Any], groups: str = "", *, setting: str = "", **more: Any) -> Case:
+    """Named after its setting; `_x4` is with as many micro-batches."""
+    if name.endswith("_x4"):
+        more |= {"micro_batches": 4, "short": True}
+    return Case(
+        name=name, setting=setting or name.removesuffix("_x4"), config=config, groups=tuple(groups.split()), **more
     )
-    for setting, config, clip in settings:
-        cases += [
-            Case(
-                name=f"{setting}_{fraction}",
-                setting=setting,
-                config={**config, "fraction": fraction},
-                clip=clip,
-                short=True,
-                groups=("curve",),
-            )
-            for fraction in FRACTIONS
-        ]
-    return cases
 
 
-def auto_cases() -> list[Case]:
+def curve(setting: str, config: Mapping[str, Any], clip: Clip) -> list[Case]:
+    """Time and peak over fractions; 1 is measured by `overlap_forward` and `in_backward` themselves."""
+    made = [(f"{setting}_{fraction}", {**config, "fraction": fraction}) for fraction in FRACTIONS]
+    return [case(name, one, "curve", setting=setting, clip=clip, short=True) for name, one in made]
+
+
+def auto(peak_gib: int) -> Case:
     """`device_peak` is a promise for the whole life of the process, so its peak counts from the case's start."""
-    return [
-        Case(
-            name=f"auto_{peak}gib",
-            setting="window_auto",
-            config={**OVERLAP_FORWARD, "window": "auto", "device_peak": f"{peak}GiB"},
-            short=True,
-            at_most={"peak_gib_since_start": peak},
-            groups=("limits", "auto"),
-        )
-        for peak in DEVICE_PEAKS_GIB
-    ]
+    config = {**OVERLAP_FORWARD, "window": "auto", "device_peak": f"{peak_gib}GiB"}
+    limits = {"peak_gib_since_start": peak_gib}
+    return case(f"auto_{peak_gib}gib", config, "limits auto", setting="window_auto", short=True, at_most=limits)
 
 
-CASES = [*baselines(), *overlap_forward_cases(), *in_backward_cases(), *clipping_cases(), *curve_cases(), *auto_cases()]
+CLIPPED: Mapping[str, Any] = {"setting": "in_backward_clip", "clip": "optimizer"}
+"""The optimizer's own clipping with updates in backward."""
+SIX_BYTES = {**IN_BACKWARD, "state_dtype": "bfloat16"}
+
+CASES = [
+    case("resident", RESIDENT),
+    # Two to warm up, of four micro-batches each: resident state has nothing to learn.
+    case("resident_x4", RESIDENT, warm_up=2),
+    case("in_step", IN_STEP, "curve"),
+    case("overlap_forward", OVERLAP_FORWARD, "limits curve", at_most={"ratio": 1.65, "peak_gib": 15}),
+    case("overlap_forward_x4", OVERLAP_FORWARD, "limits", at_most={"ratio": 1.18}),
+    case(
+        "window_8gib",
+        {**OVERLAP_FORWARD, "window": "8GiB"},
+        "limits",
+        setting="window",
+        at_most={"ratio": 1.45, "peak_gib": 22},
+    ),
+    case("in_backward", IN_BACKWARD, "limits curve", clip=None, at_most={"ratio": 1.12, "peak_gib": 12}),
+    case("in_backward_x4", IN_BACKWARD, "limits", clip=None, at_most={"ratio": 1.05}),
+    case("in_backward_6_bytes", SIX_BYTES, "limits", clip=None, at_most={"ratio": 1.05}),
+    case(
+        "clip_never_active",
+        IN_BACKWARD,
+        "limits clip",
+        loss_scale=1e-2,
+        at_most={"ratio": 1.18, "peak_gib": 16, "largest_norm": MAX_NORM},
+        **CLIPPED,
+    ),
+    case(
+        "clip_always_active",
+        IN_BACKWARD,
+        "limits clip",
+        loss_scale=1e3,
+        warm_up=12,  # speculation has to see that it loses before it switches itself off
+        compared_with="overlap_forward",
+        at_most={"ratio_to_overlap_forward": 1.05},
+        at_least={"smallest_norm": MAX_NORM},
+        **CLIPPED,
+    ),
+    # Nothing moves, so nothing may be asked to overlap.
+    case("fraction_0", {**IN_STEP, "fraction": 0.0}, "curve", setting="resident_split", short=True),
+    *curve("overlap_forward", OVERLAP_FORWARD, "outside"),
+    *curve("in_backward", IN_BACKWARD, None),
+    *map(auto, DEVICE_PEAKS_GIB),
+]
 
 
 # Measuring
@@ -228,14 +152,7 @@ def measure(case: Case, size_name: str, iterations: int) -> Row:
     try:
         synchronize()
         build_s = time.perf_counter() - start
-        for _ in range(case.warm_up):
-            training.iterate()
-        synchronize()
-        warm_up_peak = peak_bytes()
-        reset_peak()
-        measured = max(2, iterations // 2) if case.short else iterations
-        found = training.timed(measured)
-        peak = peak_bytes()
+        found = training.measured(case.warm_up, max(2, iterations // 2) if case.short else iterations)
         norms = [float(norm) for norm in training.norms]
         return {
             "case": case.name,
@@ -246,13 +163,9 @@ def measure(case: Case, size_name: str, iterations: int) -> Row:
             "clip": case.clip,
             "micro_batches": case.micro_batches,
             "loss_scale": case.loss_scale,
-            "warm_up": case.warm_up,
-            "iterations": measured,
             "build_s": round(build_s, 1),
-            **found,
             "allocated_at_start_gib": gib(start_bytes),
-            "peak_gib": gib(peak),
-            "peak_gib_since_start": gib(max(peak, warm_up_peak)),
+            **found,
             "peak_reserved_gib": gib(torch.cuda.max_memory_reserved()) if ON_GPU else 0.0,
             **training.counted(),
             "smallest_norm": rounded(min(norms, default=None)),
@@ -281,14 +194,6 @@ def compared(case: Case, row: Row, done: Mapping[str, Row]) -> Row:
 # The command
 
 
-def summary(row: Row) -> str:
-    """One line for the terminal."""
-    return (
-        f"{row['case']:<24} {row['iteration_ms']:8.1f} ms  (median {row['median_ms']:8.1f})  {row['ratio'] or 0:6.3f} x"
-        f"  peak {row['peak_gib']:6.2f} GiB (since start {row['peak_gib_since_start']:6.2f})  {harness.verdict(row)}"
-    )
-
-
 def main() -> None:
     parser = harness.command(__doc__)
     parser.add_argument("--iterations", type=int, default=8, help="measured after the warm-up; long cases take half")
@@ -299,7 +204,7 @@ def main() -> None:
         done[case.name] = compared(case, measure(case, options.size, options.iterations), done)
         return done[case.name]
 
-    harness.run("overlap", options.cases, measured, summary)
+    harness.run("overlap", options.cases, measured)
 
 
 if __name__ == "__main__":

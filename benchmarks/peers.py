@@ -291,17 +291,6 @@ def compared(row: Mapping[str, Any], earlier: list[Row]) -> Row:
     return result
 
 
-def summary(row: Row) -> str:
-    """One line for the terminal."""
-    if "error" in row:
-        return f"{row['case']:<28} {row['error'].splitlines()[-2:]}"
-    ratio = f"{row['ratio']:.3f} x" if row["ratio"] else ""
-    return (
-        f"{row['case']:<28} {row['iteration_ms']:8.1f} ms {ratio:>9}  step {row['step_ms']:7.1f} ms"
-        f"  peak {row['peak_gib']:6.2f} GiB  rss {row['rss_gib']:6.2f} GiB  build {row['build_s']:5.1f} s"
-    )
-
-
 def main() -> None:
     parser = harness.command(__doc__)
     parser.add_argument("--iterations", type=int, default=6, help=f"measured after {WARM_UP} to warm up")
@@ -320,7 +309,7 @@ def main() -> None:
         failed.extend([case.name] if "error" in row else [])
         yield done[-1]
 
-    harness.run("peers", options.cases, measured, summary, failed=failed)
+    harness.run("peers", options.cases, measured, failed=failed)
 
 
 if __name__ == "__main__":

@@ -16,19 +16,8 @@ from typing import Any
 import torch
 
 import offstage
-from benchmarks import harness, link
-from benchmarks.common import (
-    DEVICE,
-    ON_GPU,
-    Row,
-    allocated_bytes,
-    milliseconds,
-    peak_bytes,
-    reset_peak,
-    rss_bytes,
-    synchronize,
-    write_row,
-)
+from benchmarks import common, harness, link
+from benchmarks.common import DEVICE, ON_GPU, Row, synchronize
 from benchmarks.harness import Case
 from offstage.memory.arena import Arena
 
@@ -67,9 +56,9 @@ def link_rates(size_name: str) -> dict[str, float]:
 
     size = numel * 4 / 1e6
     rates = {
-        "h2d_alone": size / milliseconds(lambda: both(True, False)),
-        "d2h_alone": size / milliseconds(lambda: both(False, True)),
-        "duplex_each_way": size / milliseconds(lambda: both(True, True)),
+        "h2d_alone": size / common.milliseconds(lambda: both(True, False)),
+        "d2h_alone": size / common.milliseconds(lambda: both(False, True)),
+        "duplex_each_way": size / common.milliseconds(lambda: both(True, True)),
     }
     up.close()
     down.close()
@@ -93,12 +82,12 @@ def streamed(name: str, size_name: str, duplex: float) -> Row:
     params = model(dtype, size_name)
     numel = sum(p.numel() for p in params)
     synchronize()
-    reset_peak()
-    before_device, before_rss = allocated_bytes(), rss_bytes()
+    common.reset_peak()
+    before_device, before_rss = common.allocated_bytes(), common.rss_bytes()
     start = time.perf_counter()
     optimizer = offstage.offload(torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1), **config)
     seconds = time.perf_counter() - start
-    step_ms = milliseconds(optimizer.step, repeats=7, warm_up=3)
+    step_ms = common.milliseconds(optimizer.step, repeats=7, warm_up=3)
     start = time.perf_counter()
     optimizer.step()
     host_ms = (time.perf_counter() - start) * 1e3
@@ -115,10 +104,10 @@ def streamed(name: str, size_name: str, duplex: float) -> Row:
         "share_of_duplex": round(rate / duplex, 4),
         "host_ms_in_step": round(host_ms, 2),
         "lane_ms": {lane: round(ms, 2) for lane, ms in receipt.lane_ms.items()},
-        "peak_device_state_mib": round((peak_bytes() - before_device) / 2**20, 2),
+        "peak_device_state_mib": round((common.peak_bytes() - before_device) / 2**20, 2),
         "slots_and_resident_mib": round(receipt.device_state_bytes / 2**20, 2),
         "host_state_gib": round(receipt.host_state_bytes / 2**30, 3),
-        "rss_growth_over_state": round((rss_bytes() - before_rss) / receipt.host_state_bytes, 4),
+        "rss_growth_over_state": round((common.rss_bytes() - before_rss) / receipt.host_state_bytes, 4),
         "offload_seconds": round(seconds, 2),
     }
     optimizer.close()
@@ -148,15 +137,15 @@ def pinning(gib: float) -> Row:
 
 def main() -> None:
     options = harness.parse(harness.command(__doc__), harness.cases_of(CASES))
-    write_row("pinning", pinning(PINNED_GIB[options.size]))
+    common.write_row("pinning", pinning(PINNED_GIB[options.size]))
     rates = link_rates(options.size)
-    write_row("link", {"gb_per_s": rates})
+    common.write_row("link", {"gb_per_s": rates})
 
     def measure(case: Case) -> Row:
         return streamed(case.name, options.size, rates["duplex_each_way"])
 
     harness.run("stream_step", options.cases, measure)
-    write_row("link", {"gb_per_s": link_rates(options.size)})
+    common.write_row("link", {"gb_per_s": link_rates(options.size)})
 
 
 if __name__ == "__main__":

@@ -278,16 +278,6 @@ def against_fraction(row: Row, points: Sequence[tuple[float, float]]) -> Row:
 # The command
 
 
-def summary(row: Row) -> str:
-    """One line for the terminal."""
-    verdict = {True: "beats fraction", False: "does not beat fraction", None: ""}[row["beats_fraction"]]
-    return (
-        f"{row['case']:<12} {row['variant']:<20} {row['median_ms']:8.1f} ms  {row['ratio']:6.3f} x  step"
-        f" {row['step_ms']:7.1f} ms  peak {row['peak_gib']:6.2f} GiB  fraction at that peak"
-        f" {row['fraction_ratio_at_peak']:6.3f} x  {verdict}"
-    )
-
-
 def main() -> None:
     parser = harness.command(__doc__)
     parser.add_argument(
@@ -301,7 +291,7 @@ def main() -> None:
             network = Network(options.size, options.reduce_ms) if case.name == "engine" else None
             yield from Question(case.name, options.size, network).rows(options.rounds)
 
-    harness.run("window", options.cases, measure, summary)
+    harness.run("window", options.cases, measure)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from benchmarks.common import DEVICE, Row, gib, now, rounded, synchronize
+from benchmarks.common import DEVICE, Row, gib, now, peak_bytes, reset_peak, rounded, synchronize
 
 SLICES = 8
 BATCH = 8
@@ -216,6 +216,17 @@ class Training:
         laps = self.laps(iterations)
         mean = 1e3 * (time.perf_counter() - start) / iterations
         return {"iteration_ms": round(mean, 1), "median_ms": round(statistics.median(laps), 1)}
+
+    def measured(self, warm_up: int, iterations: int) -> Row:
+        """Times and peaks after so many iterations that are not timed."""
+        for _ in range(warm_up):
+            self.iterate()
+        synchronize()
+        warm_up_peak = peak_bytes()
+        reset_peak()
+        found = self.timed(iterations)
+        peaks = {"peak_gib": gib(peak_bytes()), "peak_gib_since_start": gib(max(peak_bytes(), warm_up_peak))}
+        return {"warm_up": warm_up, "iterations": iterations, **found, **peaks}
 
     def counted(self) -> Row:
         """What the optimizer counted, and whether it trains. Waits for the device."""
