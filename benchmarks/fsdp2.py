@@ -37,7 +37,7 @@ from torch.profiler import profile, record_function
 from benchmarks import common, harness, turns, workload
 from benchmarks.common import DEVICE, ON_GPU, Row, gib, synchronize
 from benchmarks.harness import Case, at_most
-from benchmarks.trace import ACTIVITIES, LANE_OF, SMALL_KERNELS, Event, Span, exported, launched_in
+from benchmarks.trace import ACTIVITIES, LANE_OF, SMALL_KERNELS, Event, Span, close_gaps, exported, launched_in
 from benchmarks.workload import GPT, IN_STEP, RESIDENT, SIZES, build
 
 WARM_UP = 4  # hook counts are learned, and a window opens, in the first iterations
@@ -154,13 +154,7 @@ def fetches_in(events: Sequence[Event]) -> Row:
 
 def union(events: Iterable[Event]) -> list[Span]:
     """When at least one of them ran, in microseconds and in order."""
-    found: list[Span] = []
-    for start, stop in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
-        else:
-            found.append((start, stop))
-    return found
+    return close_gaps(sorted((event["ts"], event["ts"] + event["dur"]) for event in events))
 
 
 def both(left: Sequence[Span], right: Sequence[Span]) -> list[Span]:

@@ -56,6 +56,11 @@ def cases_of(names: Iterable[str], *, needs: Mapping[str, Sequence[str]] | None 
     return [Case(name=name, needs=tuple((needs or {}).get(name, ()))) for name in names]
 
 
+def described(case: Case, *fields: str) -> Row:
+    """The beginning of a row: the name, and what else says how the case differs from others."""
+    return {"case": case.name, **{field: getattr(case, field) for field in fields}}
+
+
 def select(cases: Sequence[AnyCase], wanted: Collection[str]) -> list[AnyCase]:
     """The cases asked for by name or group, or all; and those they need. In the order of `cases`."""
     chosen = [case for case in cases if not wanted or {case.name, *case.groups} & {*wanted}]

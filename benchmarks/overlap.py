@@ -86,6 +86,7 @@ def auto(peak_gib: int) -> Case:
 
 CLIPPED: Mapping[str, Any] = {"setting": "in_backward_clip", "clip": "optimizer"}
 """The optimizer's own clipping with updates in backward."""
+WINDOW = {**OVERLAP_FORWARD, "window": "8GiB"}
 SIX_BYTES = {**IN_BACKWARD, "state_dtype": "bfloat16"}
 
 CASES = [
@@ -95,13 +96,7 @@ CASES = [
     case("in_step", IN_STEP, "curve"),
     case("overlap_forward", OVERLAP_FORWARD, "limits curve", at_most={"ratio": 1.65, "peak_gib": 15}),
     case("overlap_forward_x4", OVERLAP_FORWARD, "limits", at_most={"ratio": 1.18}),
-    case(
-        "window_8gib",
-        {**OVERLAP_FORWARD, "window": "8GiB"},
-        "limits",
-        setting="window",
-        at_most={"ratio": 1.45, "peak_gib": 22},
-    ),
+    case("window_8gib", WINDOW, "limits", setting="window", at_most={"ratio": 1.45, "peak_gib": 22}),
     case("in_backward", IN_BACKWARD, "limits curve", clip=None, at_most={"ratio": 1.12, "peak_gib": 12}),
     case("in_backward_x4", IN_BACKWARD, "limits", clip=None, at_most={"ratio": 1.05}),
     case("in_backward_6_bytes", SIX_BYTES, "limits", clip=None, at_most={"ratio": 1.05}),
@@ -155,14 +150,10 @@ def measure(case: Case, size_name: str, iterations: int) -> Row:
         found = training.measured(case.warm_up, max(2, iterations // 2) if case.short else iterations)
         norms = [float(norm) for norm in training.norms]
         return {
-            "case": case.name,
-            "setting": case.setting,
+            **harness.described(case, "setting", "clip", "micro_batches", "loss_scale"),
             "size": size_name,
             "config": config,
             "fraction": config.get("fraction", 1.0),
-            "clip": case.clip,
-            "micro_batches": case.micro_batches,
-            "loss_scale": case.loss_scale,
             "build_s": round(build_s, 1),
             "allocated_at_start_gib": gib(start_bytes),
             **found,

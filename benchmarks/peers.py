@@ -268,17 +268,6 @@ def version_of(case: Case) -> str | None:
 # The parent
 
 
-def described(case: Case, size: str) -> Row:
-    return {
-        "case": case.name,
-        "system": case.system,
-        "size": size,
-        "options": dict(case.options),
-        "clip": case.clip,
-        "numerics": case.numerics,
-    }
-
-
 def compared(row: Mapping[str, Any], earlier: list[Row]) -> Row:
     """`row` against resident state, and offstage against each peer of the same run."""
     times = {other["case"]: other.get("iteration_ms") for other in [*earlier, row]}
@@ -304,7 +293,8 @@ def main() -> None:
 
     def measured(case: Case) -> Iterator[Row]:
         found = harness.in_own_process(case.name, arguments, variables=environment(), timeout_s=case.timeout_s)
-        row = described(case, options.size) | {"iterations": options.iterations} | found
+        about = harness.described(case, "system", "options", "clip", "numerics")
+        row = about | {"size": options.size, "iterations": options.iterations} | found
         done.append(row | compared(row, done))
         failed.extend([case.name] if "error" in row else [])
         yield done[-1]

@@ -172,15 +172,16 @@ def merged(events: list[Event], first: float) -> list[tuple[int, int]]:
     """(start, end) in microseconds from `first`, with short gaps closed until there are few enough."""
     ordered = sorted((event["ts"] - first, event["ts"] + event["dur"] - first) for event in events)
     gap = MERGE_US
-    while len(found := _close_gaps(ordered, gap)) > MAX_SPANS:
+    while len(found := close_gaps(ordered, gap)) > MAX_SPANS:
         gap *= 2
     return [(round(start), round(stop)) for start, stop in found]
 
 
-def _close_gaps(ordered: list[Span], gap: float) -> list[Span]:
+def close_gaps(ordered: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """What is no further apart than `gap` becomes one."""
     found: list[Span] = []
     for start, stop in ordered:
-        if found and start - found[-1][1] < gap:
+        if found and start - found[-1][1] <= gap:
             found[-1] = (found[-1][0], max(found[-1][1], stop))
         else:
             found.append((start, stop))

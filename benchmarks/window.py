@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,35 +56,30 @@ ITERATIONS = 2
 RANKS, NETWORK_GB_PER_S = 8, 50.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Variant:
     """A way to spend device memory."""
 
     name: str
     window: str | int = 0
     """`"some"` is the size that `fraction` is compared at."""
-    lower_fraction: bool = False
-    """As much state is resident as the window of `"some"` holds."""
     evicts: bool = False
     """The window is given back after each step."""
     sees_backward: bool = False
     """The engine's optimizer has the model's own parameters: hooks fetch ahead in backward."""
 
 
-WITHOUT = Variant(name="window_0")
-SIZED = Variant(name="window_some", window="some")
-FRACTION = Variant(name="lower_fraction", lower_fraction=True)
-ALL = Variant(name="window_all", window="all")
+WITHOUT, SIZED, ALL = Variant("window_0"), Variant("window_some", "some"), Variant("window_all", "all")
+FRACTION = Variant("lower_fraction")
+"""As much state is resident as the window of `"some"` holds."""
+EVICTED, HOOKS = Variant("window_some_evicted", "some", evicts=True), Variant("window_some_hooks", "some", False, True)
 SETS: dict[str, tuple[tuple[Variant, ...], ...]] = {
     "activations": (
-        (WITHOUT, ALL, Variant(name="window_auto", window="auto")),  # auto last: its peak counts what the others hold
-        (SIZED, Variant(name="window_some_evicted", window="some", evicts=True), FRACTION),
+        (WITHOUT, ALL, Variant("window_auto", "auto")),  # auto last: its peak counts what the others hold
+        (SIZED, EVICTED, FRACTION),
     ),
     "fsdp2": ((WITHOUT, SIZED, FRACTION), (ALL,)),
-    "engine": (
-        (WITHOUT, SIZED, FRACTION),
-        (replace(ALL, evicts=True), replace(SIZED, name="window_some_hooks", sees_backward=True)),
-    ),
+    "engine": ((WITHOUT, SIZED, FRACTION), (Variant("window_all", "all", evicts=True), HOOKS)),
 }
 """What takes turns: three sets of state are as much host memory as most machines have."""
 
@@ -205,7 +200,7 @@ class Question:
     def config_of(self, variant: Variant, peak_without: int) -> Row:
         config: Row = {**(OVERLAP_FORWARD if self.case == "activations" else IN_STEP)}
         size = WINDOW[self.size_name]
-        if variant.lower_fraction:
+        if variant is FRACTION:
             with torch.device("meta"):
                 numel = sum(param.numel() for param in GPT(SIZES[self.size_name]).parameters())
             config["fraction"] = round(1.0 - parse_size(size, "window") / (STATE_BYTES * numel), 4)

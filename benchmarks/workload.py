@@ -32,16 +32,8 @@ OVERLAP_FORWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forwar
 IN_BACKWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forward": True, "update_in_backward": True}
 RESIDENT: Mapping[str, Any] = {"fraction": 0.0, "master_weights": "fp32"}
 
-RECEIPT_FIELDS = (
-    "steps",
-    "bytes_fetched",
-    "bytes_stored",
-    "exposed_ms",
-    "hidden_ms",
-    "link_gb_per_s",
-    "speculation_hits",
-    "speculation_misses",
-)
+MOVED = ("steps", "bytes_fetched", "bytes_stored", "exposed_ms", "hidden_ms", "link_gb_per_s")
+RECEIPT_FIELDS = (*MOVED, "speculation_hits", "speculation_misses")
 
 Clip = Literal["outside", "optimizer"] | None
 """By `torch.nn.utils.clip_grad_norm_`, by the optimizer's own method, or not at all."""
