@@ -101,6 +101,12 @@ class Bench:
         self._loop = None
         common.clean_up()
 
+    def offloaded_training(self, config: Mapping[str, Any]) -> Loop:
+        """The workload with every block checkpointed, under `offload()`."""
+        model = build(self.size)
+        config = {**config, **({} if self.is_full else SMALL_TENSORS)}
+        return Loop(model, self.size, workload.offloaded(model, self.size_name, config))
+
     def attempt(self, name: str, work: Callable[[], Row]) -> Row | None:
         """A row, or `None`: what fails must not cost the others theirs."""
         say(name)
@@ -201,14 +207,6 @@ def against(row: Row | None, *bases: Row | None) -> Row:
 # At a limit of memory
 
 
-def offloaded_training(bench: Bench, config: Mapping[str, Any]) -> Loop:
-    """The workload with every block checkpointed, under `offload()`."""
-    if not bench.is_full:
-        config = {**config, **SMALL_TENSORS}
-    model = build(bench.size)
-    return Loop(model, bench.size, workload.offloaded(model, bench.size_name, config))
-
-
 @contextlib.contextmanager
 def device_limit() -> Iterator[None]:
     if not ON_GPU:
@@ -227,7 +225,7 @@ class Trial:
     def __init__(self, bench: Bench, config: Mapping[str, Any] | None, learning_length: int) -> None:
         common.clean_up()
         self._bench = bench
-        self._loop = offloaded_training(bench, IN_BACKWARD)
+        self._loop = bench.offloaded_training(IN_BACKWARD)
         self._handle = None if config is None else bench.offload_activations(self._loop.model, config)
         for _ in range(4):  # hook counts are learned in the first iterations, in which gradients stay
             self._loop.iterate_on(self._batch(learning_length))

@@ -33,17 +33,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import common, harness
-from benchmarks.activation_loop import (
-    DEVICE_LIMIT,
-    WARM_UP,
-    Bench,
-    Loop,
-    Trial,
-    against,
-    device_limit,
-    moved,
-    offloaded_training,
-)
+from benchmarks.activation_loop import DEVICE_LIMIT, WARM_UP, Bench, Loop, Trial, against, device_limit, moved
 from benchmarks.common import ON_GPU, Row, gib, synchronize
 from benchmarks.harness import Case, at_least, at_most, is_met, say
 from benchmarks.workload import IN_BACKWARD, OVERLAP_FORWARD, RESIDENT, Size, build, tokens
@@ -264,7 +254,7 @@ def with_state(bench: Bench) -> Iterator[Row | None]:
 def state_row(bench: Bench, state: str, config: Mapping[str, Any], leaves: bool, loops: list[Loop]) -> Row:
     if not loops:
         common.clean_up()
-        loops.append(offloaded_training(bench, config))
+        loops.append(bench.offloaded_training(config))
     loop = loops[0]
     assert loop.optimizer is not None
     # Hook counts are learned, and a window opens, in the first iterations.

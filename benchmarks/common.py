@@ -70,6 +70,9 @@ class HostTime:
     def elapsed_time(self, later: HostTime) -> float:
         return 1e3 * (later._s - self._s)
 
+    def synchronize(self) -> None:
+        """It is past already."""
+
 
 def now() -> Any:
     """A moment of the device; `elapsed_time` of two is in milliseconds."""

@@ -79,7 +79,7 @@ def command(doc: str | None) -> argparse.ArgumentParser:
 def parse(parser: argparse.ArgumentParser, cases: Sequence[Case], *, needs_gpu: bool = True) -> argparse.Namespace:
     """What was asked for: `cases`, `size`, and the script's own arguments."""
     known = [*(case.name for case in cases), *sorted({group for case in cases for group in case.groups})]
-    parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(known)}")
+    parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(known)}".replace("%", "%%"))
     parser.add_argument("--cases", nargs="+", default=[], help="the same, before or after other arguments")
     parser.add_argument("--size", choices=SIZES, default="full", help="anything but full runs in seconds, anywhere")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # of a case's own process
@@ -134,6 +134,7 @@ SHOWN = {
     "ratio_to_unsharded": "x unsharded",
     "ratio_to_frontier": "x frontier",
     "fraction_ratio_at_peak": "x fraction at that peak",
+    "times_fraction": "x that",
     "times_faster": "times faster",
     "peak_gib": "GiB peak",
     "left_gib": "GiB left",

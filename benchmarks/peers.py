@@ -94,22 +94,7 @@ CASES = [
 
 
 class System(workload.Training):
-    """A model and an optimizer in the loop a user would write, in two halves."""
-
-    def iterate(self) -> None:
-        self.forward_backward()
-        self.step()
-
-    def forward_backward(self) -> None:
-        loss = self.model(next(self.batches))
-        self.backward(loss)
-        if self.clip == "outside":
-            self.clip_gradients()
-        self.losses.append(loss.detach())
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    """A model and an optimizer in the loop a user would write."""
 
     def finish(self) -> None:
         """Wait until every weight is final."""
@@ -138,11 +123,6 @@ class System(workload.Training):
 
 
 class Offstage(System):
-    def step(self) -> None:
-        if self.clip == "optimizer":
-            self.clip_gradients()
-        super().step()
-
     def finish(self) -> None:
         self.optimizer.synchronize()
         super().finish()
@@ -153,7 +133,10 @@ class Offstage(System):
 
 
 class DeepSpeed(System):
-    """The engine is model and optimizer at once."""
+    """The engine is model and optimizer at once, and clips in its step."""
+
+    def clip_gradients(self) -> None:
+        pass
 
     def backward(self, loss: torch.Tensor) -> None:
         self.optimizer.backward(loss)

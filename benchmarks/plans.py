@@ -106,9 +106,9 @@ class Bench:
             assert plan.prediction is not None
             predicted = plan.prediction
             warm_up = LEARNING_WARM_UP if in_backward or config.get("window") else WARM_UP
-            training.laps(warm_up)
+            training.laps(warm_up, to_the_end=False)
             reset_peak()
-            times = training.laps(iterations)
+            times = training.laps(iterations, to_the_end=False)
             measured_ms = statistics.median(times)
             peak = peak_bytes()
             receipt = optimizer.receipt()

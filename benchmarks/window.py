@@ -98,21 +98,13 @@ class Training(workload.Training):
     def optimizer_of(self, model: GPT, config: Mapping[str, Any]) -> offstage.OffloadedOptimizer:
         return offstage.offload(workload.adamw(model), model, **config)
 
-    def iterate(self) -> None:
-        loss = self.model(next(self.batches))
-        loss.backward()
-        self.reduce()
-        self.clip_gradients()
+    def step(self) -> None:
         start = now()
         self.optimizer.step()
         self._steps.append((start, now()))
         self.optimizer.zero_grad()
         if self._variant.evicts:
             self.optimizer.evict()
-        self.losses.append(loss.detach())
-
-    def reduce(self) -> None:
-        """Nothing, without an engine."""
 
     def counted(self) -> Row:
         steps = [start.elapsed_time(stop) for start, stop in self._steps[WARM_UP:]]
@@ -154,11 +146,11 @@ class Engine(Training):
         self._params = self._own = list(model.parameters())
         if self._variant.sees_backward:
             return super().optimizer_of(model, config)
-        self._own = [torch.nn.Parameter(param.detach()) for param in self._params]  # the same memory
+        self._own = [torch.nn.Parameter(param.detach()) for param in self._params]  # in the same memory
         return offstage.offload(workload.adamw(self._own), torch.nn.ParameterList(self._own), **config)
 
-    @torch.no_grad()
-    def reduce(self) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
         if self.optimizer.config.window:
             self.optimizer.prefetch()
         views = self._network.views

@@ -167,15 +167,21 @@ class Training:
         self.batches = itertools.cycle([tokens(size, BATCH, seed) for seed in range(8)])
 
     def iterate(self) -> None:
+        self.forward_backward()
+        self.step()
+
+    def forward_backward(self) -> None:
         for micro_batch in range(self.micro_batches):
             last = micro_batch == self.micro_batches - 1
             loss = self.model(next(self.batches))
             with contextlib.nullcontext() if last else self.optimizer.accumulate():
                 self.backward(loss if self.loss_scale is None else loss * (self.loss_scale / self.micro_batches))
         self.clip_gradients()
+        self.losses.append(loss.detach())
+
+    def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.detach())
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -186,13 +192,14 @@ class Training:
         elif self.clip == "optimizer":
             self.norms.append(self.optimizer.clip_grad_norm_(MAX_NORM))
 
-    def laps(self, iterations: int) -> list[float]:
-        """Milliseconds from the end of each iteration to the next, on the caller's stream. No wait of the host."""
+    def laps(self, iterations: int, *, to_the_end: bool = True) -> list[float]:
+        """Milliseconds from the end of each iteration to the next, on the caller's stream. The host waits at the end:
+        for all lanes, or for the caller's stream only, so that the next laps begin with updates under way."""
         ends = [now()]
         for _ in range(iterations):
             self.iterate()
             ends.append(now())
-        synchronize()
+        synchronize() if to_the_end else ends[-1].synchronize()
         return [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
 
     def turn(self, iterations: int) -> list[float]:
