@@ -147,8 +147,9 @@ def summary(row: Row) -> str:
     """One line for the terminal: what was measured, the numbers that matter, and whether it reached what it must."""
     name = " ".join(dict.fromkeys(str(row[field]) for field in NAMED_BY if row.get(field) is not None))
     numbers = [f"{row[field]:9.3f} {unit}" for field, unit in SHOWN.items() if isinstance(row.get(field), int | float)]
-    error = row.get("error", "").splitlines()[-2:]
-    return f"{name:<40} {' '.join(numbers)}  {verdict(row)}{' '.join(error)}"
+    error = row.get("error")  # why there are no numbers; predictions have errors in numbers
+    why = " ".join(error.splitlines()[-2:]) if isinstance(error, str) else ""
+    return f"{name:<40} {' '.join(numbers)}  {verdict(row)}{why}"
 
 
 def run(

@@ -175,7 +175,7 @@ def budget(bench: Bench, size: str) -> Iterator[Row]:
     given: int | str = size
     by_hand = BY_HAND
     if bench.size_name != "full":
-        given = parse_size(size, "size") * bench.num_params // FULL_PARAMS
+        given = max(400 * 2**10, parse_size(size, "size") * bench.num_params // FULL_PARAMS)  # slots are not as small
         by_hand = {name: config for name, config in BY_HAND.items() if "window" not in config}  # larger than `given`
     for name, config in by_hand.items():
         row = bench.run({**OVERLAP_FORWARD, "device_budget": given, **config}, iterations=3)
