@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The workload with some blocks checkpointed or none, its iterations, and the row of one. For `activations.py`."""
+"""The workload with some blocks checkpointed or none: its iterations, the row of one, and trials at a memory limit."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import statistics
 import time
@@ -15,71 +14,49 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import offstage
-from benchmarks.anywhere import DEVICE, Row, allocated_bytes, now, peak_bytes, reset_peak, synchronize
-from benchmarks.common import rss_bytes
-from benchmarks.overlap import BATCH, gib, rounded
-from benchmarks.workload import GPT, Size, build, tokens
+from benchmarks import common, workload
+from benchmarks.common import DEVICE, ON_GPU, Row, gib, synchronize
+from benchmarks.harness import say
+from benchmarks.workload import BATCH, GPT, IN_BACKWARD, Size, build, tokens
 from offstage.activations.offload import ActivationOffload, offload_activations
 
-SIZES = {
-    "full": Size(),
-    "small": Size(blocks=12, width=32, hidden=64, heads=2, vocabulary=128, sequence=32),
-}
+SIZES = {"full": Size(), "small": Size(blocks=12, width=32, hidden=64, heads=2, vocabulary=128, sequence=32)}
 SMALL_TENSORS = {"min_bytes": "1KiB"}
 WARM_UP = 2
+DEVICE_LIMIT = 24 * 2**30
 
 
-# The workload
+# Iterations
 
 
-class Mixed(GPT):
-    """The workload with some blocks checkpointed, or none."""
-
-    recomputed: frozenset[int] = frozenset()
-
-    def _through_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        for number, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=False) if number in self.recomputed else block(x)
-        return x
-
-
-class Loop:
+class Loop(workload.Training):
     """Iterations of a model: with its optimizer, or with SGD that uses each gradient as soon as it is there."""
 
-    def __init__(self, model: Mixed, optimizer: offstage.OffloadedOptimizer | None = None) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(self, model: GPT, size: Size, optimizer: offstage.OffloadedOptimizer | None = None) -> None:
+        super().__init__(model, optimizer, size)
+        self.around: Callable[[], Any] = contextlib.nullcontext
+        """What forward runs in."""
         self.forward_end_bytes = 0
         """Allocated when forward ended: weights, state, and what waits for backward."""
-        self.losses: list[torch.Tensor] = []
         if optimizer is None:
             for param in model.parameters():
                 param.register_post_accumulate_grad_hook(_descend)  # type: ignore[no-untyped-call]
 
-    def iterate(self, batch: torch.Tensor, around: Callable[[], Any] = contextlib.nullcontext) -> None:
-        with around():
-            loss = self.model(batch)
-        self.forward_end_bytes = allocated_bytes()
+    def iterate_on(self, batch: torch.Tensor) -> None:
+        self.batches = itertools.repeat(batch)
+        self.iterate()
+
+    def iterate(self) -> None:
+        with self.around():
+            loss = self.model(next(self.batches))
+        self.forward_end_bytes = common.allocated_bytes()
         loss.backward()
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.losses = [*self.losses[:1], loss.detach()]
-
-    def timed(self, batches: Iterator[torch.Tensor], iterations: int, around: Callable[[], Any]) -> Row:
-        """Mean and median time of an iteration. The host waits before the first and after the last only."""
-        synchronize()
-        start = time.perf_counter()
-        ends = [now()]
-        for _ in range(iterations):
-            self.iterate(next(batches), around)
-            ends.append(now())
-        synchronize()
-        mean = 1e3 * (time.perf_counter() - start) / iterations
-        median = statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(ends))
-        return {"iteration_ms": round(mean, 1), "median_ms": round(median, 1)}
 
 
 @torch.no_grad()
@@ -87,16 +64,6 @@ def _descend(param: torch.Tensor) -> None:
     assert param.grad is not None
     param.add_(param.grad, alpha=-1e-4)
     param.grad = None
-
-
-def clean_up() -> int:
-    """Free what nobody holds; the bytes that are still allocated, which would blur the peak."""
-    gc.collect()  # hooks tie models and optimizers into cycles
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", int)()  # save_on_cpu's pinned memory: as much again as ours
-        torch.cuda.reset_peak_memory_stats()
-    return allocated_bytes()
 
 
 # Measuring
@@ -108,7 +75,6 @@ class Bench:
 
     size_name: str
     iterations: int
-    begin: float = field(default_factory=time.perf_counter)
     failed: list[str] = field(default_factory=list)
     _loop: Loop | None = None
 
@@ -127,20 +93,23 @@ class Bench:
     @property
     def loop(self) -> Loop:
         if self._loop is None:
-            self._loop = Loop(build(self.size, kind=Mixed))
+            self._loop = Loop(build(self.size), self.size)
         return self._loop
 
     def drop_model(self) -> None:
         """Before a case with a model of its own."""
         self._loop = None
-        clean_up()
+        common.clean_up()
 
-    def say(self, what: str) -> None:
-        print(f"[{time.perf_counter() - self.begin:4.0f} s] {what}", flush=True)
+    def offloaded_training(self, config: Mapping[str, Any]) -> Loop:
+        """The workload with every block checkpointed, under `offload()`."""
+        model = build(self.size)
+        config = {**config, **({} if self.is_full else SMALL_TENSORS)}
+        return Loop(model, self.size, workload.offloaded(model, self.size_name, config))
 
     def attempt(self, name: str, work: Callable[[], Row]) -> Row | None:
         """A row, or `None`: what fails must not cost the others theirs."""
-        self.say(name)
+        say(name)
         try:
             return work()
         except Exception:
@@ -168,54 +137,34 @@ class Bench:
         """The workload without an optimizer; activations leave unless `config` is `None`."""
 
         def work() -> Row:
-            self.loop.model.recomputed = frozenset(recomputed)
-            return self.row(
-                self.loop,
-                {"case": name, "recomputed": len(recomputed), "named_layers": None if layers is None else len(layers)},
-                config,
-                layers=layers,
-                warm_up=warm_up,
-                iterations=iterations or self.iterations,
-                around=around,
-            )
+            self.loop.model.recomputed, self.loop.around = frozenset(recomputed), around
+            named = None if layers is None else len(layers)
+            about = {"case": name, "recomputed": len(recomputed), "named_layers": named}
+            return about | self.row(self.loop, config, warm_up, iterations or self.iterations, layers)
 
         return self.attempt(name, work)
 
     def row(
         self,
         loop: Loop,
-        begins_with: Row,
         config: Mapping[str, Any] | None,
-        *,
-        layers: Sequence[nn.Module] | None = None,
-        warm_up: int = WARM_UP,
+        warm_up: int,
         iterations: int,
-        around: Callable[[], Any] = contextlib.nullcontext,
+        layers: Sequence[nn.Module] | None = None,
     ) -> Row:
         """Warm up, measure, and count."""
-        start_bytes = clean_up()
-        batches = itertools.cycle([tokens(self.size, BATCH, seed) for seed in range(4)])
+        start_bytes = common.clean_up()
+        loop.batches = itertools.cycle([tokens(self.size, BATCH, seed) for seed in range(4)])
         handle = None if config is None else self.offload_activations(loop.model, config, layers)
         try:
-            for _ in range(warm_up):
-                loop.iterate(next(batches), around)
-            synchronize()
-            before_peak = peak_bytes()
-            reset_peak()
-            found = loop.timed(batches, iterations, around)
             row = {
-                **begins_with,
                 "size": self.size_name,
                 "config": config,
-                "warm_up": warm_up,
-                "iterations": iterations,
-                **found,
                 "allocated_at_start_gib": gib(start_bytes),
-                "peak_gib": gib(peak_bytes()),
-                "peak_gib_since_start": gib(max(before_peak, peak_bytes())),
+                **loop.measured(warm_up, iterations),
                 "forward_end_gib": gib(loop.forward_end_bytes),
-                "rss_gib": gib(rss_bytes()),
-                "first_and_last_loss": [rounded(float(loss)) for loss in loop.losses],
+                "rss_gib": gib(common.rss_bytes()),
+                "first_and_last_loss": [common.rounded(float(loss)) for loss in loop.losses],
             }
             return row if handle is None else row | moved(handle)
         finally:
@@ -250,10 +199,74 @@ def against(row: Row | None, *bases: Row | None) -> Row:
         "base_median_ms": round(median, 1),
         "ratio": round(row["median_ms"] / median, 4),
         "base_peak_gib": round(peak, 4),
-        "peak_lower_share": share(peak - row["peak_gib"], row["left_gib"]),
-        "forward_end_lower_share": share(forward_end - row["forward_end_gib"], row["left_gib"]),
+        "peak_lower_share": common.share(peak - row["peak_gib"], row["left_gib"]),
+        "forward_end_lower_share": common.share(forward_end - row["forward_end_gib"], row["left_gib"]),
     }
 
 
-def share(part: float, whole: float) -> float | None:
-    return round(part / whole, 4) if whole else None
+# At a limit of memory
+
+
+@contextlib.contextmanager
+def device_limit() -> Iterator[None]:
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(DEVICE_LIMIT / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Trial:
+    """The workload in a limited device: state offloaded and updated in backward, one sequence at a time."""
+
+    def __init__(self, bench: Bench, config: Mapping[str, Any] | None, learning_length: int) -> None:
+        common.clean_up()
+        self._bench = bench
+        self._loop = bench.offloaded_training(IN_BACKWARD)
+        self._handle = None if config is None else bench.offload_activations(self._loop.model, config)
+        for _ in range(4):  # hook counts are learned in the first iterations, in which gradients stay
+            self._loop.iterate_on(self._batch(learning_length))
+
+    def _batch(self, length: int) -> torch.Tensor:
+        generator = torch.Generator(DEVICE).manual_seed(length)
+        vocabulary = self._bench.size.vocabulary
+        return torch.randint(vocabulary, (1, length), generator=generator, device=DEVICE)
+
+    def train(self, length: int) -> Row:
+        """Two iterations, the second of which is timed."""
+        try:
+            return self._train(length)
+        except (torch.OutOfMemoryError, offstage.OffstageError) as error:
+            return {"failed": f"{type(error).__name__}: {str(error)[:80]}"}
+
+    def _train(self, length: int) -> Row:
+        common.clean_up()
+        batch = self._batch(length)
+        for _ in range(2):
+            synchronize()
+            start = time.perf_counter()
+            self._loop.iterate_on(batch)
+            synchronize()
+            ms = 1e3 * (time.perf_counter() - start)
+        left = 0 if self._handle is None else self._handle.receipt().bytes_offloaded
+        return {
+            "median_ms": round(ms, 1),
+            "ms_per_1k_tokens": round(ms / length * 1e3, 3),
+            "peak_gib": gib(common.peak_bytes()),
+            "left_gib": gib(left),
+        }
+
+    def close(self) -> None:
+        assert self._loop.optimizer is not None
+        ends = (
+            [self._loop.optimizer.close] if self._handle is None else [self._handle.remove, self._loop.optimizer.close]
+        )
+        for end in ends:
+            with contextlib.suppress(offstage.OffstageError, RuntimeError):  # of an iteration that has failed
+                end()
+        del end, ends  # or common.clean_up() would find them held
+        del self._loop, self._handle
+        common.clean_up()

@@ -22,20 +22,22 @@ thousand          1,000 iterations with sequences of 1:8: does anything grow?
 
 from __future__ import annotations
 
-import argparse
+import random
 import statistics
-import traceback
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.activation_limits import longest_sequence, thousand, with_state
-from benchmarks.activation_loop import SIZES, WARM_UP, Bench, against
-from benchmarks.anywhere import DEVICE, Row, at_least, at_most, is_met, options_of
-from benchmarks.common import write_row
-from benchmarks.overlap import gib
+from benchmarks import common, harness
+from benchmarks.activation_loop import DEVICE_LIMIT, WARM_UP, Bench, Loop, Trial, against, device_limit, moved
+from benchmarks.common import ON_GPU, Row, gib, synchronize
+from benchmarks.harness import Case, at_least, at_most, is_met, say
+from benchmarks.workload import IN_BACKWARD, OVERLAP_FORWARD, RESIDENT, Size, build, tokens
+from offstage.activations.offload import offload_activations
 
 AUTO_WARM_UP = 8
 """`"auto"` measures, plans, and corrects its plan up to four times."""
@@ -45,6 +47,15 @@ MIXES = ((0, 0), (4, 0), (7, 0), (7, 8), (7, 16), (7, 24), (4, 27), (0, 31), (16
 """Blocks of 32 that offload, and that recompute with their inputs offloaded; the others keep."""
 AUTO_SHARES = (0.12, 0.35, 0.6, 0.85)
 """Where `device_peak` lies between the lowest and the highest peak of the mixes."""
+STEPS = {"full": 4096, "small": 16}
+"""Sequences that are tried are multiples of it."""
+MAX_TRIES = 8
+STATES: Mapping[str, Mapping[str, Any]] = {
+    "resident": RESIDENT,
+    "in_backward": IN_BACKWARD,
+    "window": {**OVERLAP_FORWARD, "window": "8GiB"},
+}
+THOUSAND = Size(blocks=4, width=512, hidden=1024, heads=4, vocabulary=1000, sequence=2048)
 
 
 # The cases without an optimizer
@@ -185,9 +196,9 @@ def is_only(row: Row, what: str) -> bool:
 
 def device_peaks(bench: Bench, mixes: Sequence[Row]) -> list[int]:
     """Between the lowest and the highest peak of the mixes."""
-    if DEVICE.type == "cuda":
+    if ON_GPU:
         low, high = (int(2**30 * of(row["peak_gib"] for row in mixes)) for of in (min, max))
-    else:  # nobody counts: weights, and what so many blocks save
+    else:  # the CPU's memory is not counted: weights, and what so many blocks save
         by_block = max(row["left_bytes"] // row["offloaded"] for row in mixes if is_only(row, "offloaded"))
         low = sum(param.nbytes for param in bench.loop.model.parameters()) + 3 * by_block
         high = low + bench.size.blocks * by_block
@@ -212,6 +223,208 @@ def on_frontier(row: Row, mixes: Sequence[Row], peak_gib: float) -> Row:
     }
 
 
+# Beside state
+
+
+def with_state(bench: Bench) -> Iterator[Row | None]:
+    bench.drop_model()
+    done: dict[tuple[str, bool], Row] = {}
+    for state, config in STATES.items():
+        loops: list[Loop] = []
+        for leaves in (False, True):
+            row = bench.attempt(
+                f"{state}_state{'_and_activations' * leaves}",
+                lambda state=state, config=config, leaves=leaves, loops=loops: (  # type: ignore[misc]
+                    state_row(bench, state, config, leaves, loops)
+                ),
+            )
+            if row is not None:
+                done[state, leaves] = row
+                if leaves:
+                    row |= beside(bench, row, done)
+            yield row
+        while loops:  # no name may keep it beside the next case
+            closed = loops.pop().optimizer
+            assert closed is not None
+            closed.close()
+            del closed
+        common.clean_up()
+
+
+def state_row(bench: Bench, state: str, config: Mapping[str, Any], leaves: bool, loops: list[Loop]) -> Row:
+    if not loops:
+        common.clean_up()
+        loops.append(bench.offloaded_training(config))
+    loop = loops[0]
+    assert loop.optimizer is not None
+    # Hook counts are learned, and a window opens, in the first iterations.
+    row = bench.row(loop, {} if leaves else None, 2 if leaves else 4, min(3, bench.iterations))
+    about = {"case": f"{state}_state{'_and_activations' * leaves}", "state": dict(config)}
+    return about | row | loop.counted()
+
+
+def beside(bench: Bench, row: Row, done: Mapping[tuple[str, bool], Row]) -> Row:
+    """Both, over state alone; and whether each moved what it moves alone."""
+    state = next(name for (name, leaves), other in done.items() if other is row)
+    alone, resident = done.get((state, False)), done.get(("resident", False))
+    result = against(row, alone)
+    if resident is not None:
+        result["ratio_to_resident"] = round(row["median_ms"] / resident["median_ms"], 4)
+    activations = done.get(("resident", True))
+    if not bench.is_full or alone is None or activations is None:
+        return result
+    fetched, fetched_alone = (one["receipt"]["bytes_fetched"] for one in (row, alone))
+    result["must"] = {
+        "left_gib": at_least(activations["left_gib"], row["left_gib"]),
+        "state_bytes_fetched": at_least(fetched_alone, fetched),
+    }
+    if state == "in_backward":  # no gradient stays here, so the peak should be that of activations
+        result["must"]["peak_lower_share"] = at_least(0.85, result["peak_lower_share"])
+    return result
+
+
+# At a limit of memory
+
+
+def longest_sequence(bench: Bench) -> Iterator[Row | None]:
+    bench.drop_model()
+    without = bench.attempt("longest_checkpointed", lambda: longest(bench, "longest_checkpointed", None, ()))
+    yield without
+    # What was the longest without is a try as well: what does a token cost there?
+    same = without["sequence"] if without is not None else 0
+    first = (same // 2, same) if same > 2 * STEPS[bench.size_name] else ()
+    ours = bench.attempt("longest_inputs_offloaded", lambda: longest(bench, "longest_inputs_offloaded", {}, first))
+    if ours is not None and without is not None:
+        ours |= {"times_longer": round(ours["sequence"] / without["sequence"], 3)}
+        at_same = ours["tries"].get(str(same), {}).get("ms_per_1k_tokens")
+        if at_same is not None:
+            ours["ratio_at_the_same_length"] = round(at_same / without["ms_per_1k_tokens"], 4)
+        if bench.is_full:
+            ours["must"] = {"times_longer": at_least(1.0, ours["times_longer"])}
+    yield ours
+
+
+def longest(bench: Bench, name: str, config: Mapping[str, Any] | None, first: Sequence[int]) -> Row:
+    """`first`, then doubling; then where two peaks say that it must end, and one step more."""
+    step = STEPS[bench.size_name]
+    tries: dict[int, Row] = {}
+    wanted = [2 * step, *first]
+    length: int | None = wanted.pop(0)
+    trial: Trial | None = None
+    with device_limit():
+        while length is not None and len(tries) < MAX_TRIES:
+            trial = trial or Trial(bench, config, 2 * step)
+            tries[length] = trial.train(length)
+            say(f"    {length} tokens: {tries[length]}")
+            if "failed" in tries[length]:
+                trial.close()
+                trial = None  # its step is lost
+            length = wanted.pop(0) if wanted else next_length(tries, step)
+        if trial is not None:
+            trial.close()
+    best = max(length for length, found in tries.items() if "failed" not in found)
+    return {
+        "case": name,
+        "size": bench.size_name,
+        "config": config,
+        "state": dict(IN_BACKWARD),
+        "device_limit_gib": gib(DEVICE_LIMIT),
+        "sequence": best,
+        **tries[best],
+        "is_found": (best + step) in tries,
+        "tries": {str(length): found for length, found in sorted(tries.items())},
+    }
+
+
+def next_length(tries: Mapping[int, Row], step: int) -> int | None:
+    """The sequence to try next; `None` when the longest is found."""
+    good = sorted(length for length, found in tries.items() if "failed" not in found)
+    bad = min((length for length, found in tries.items() if "failed" in found), default=None)
+    if not good:
+        return min(tries) // 2 // step * step or None
+    if bad is None and good[-1] < 8 * step:
+        return 2 * good[-1]
+    if not ON_GPU or (bad is not None and bad - good[-1] <= step):
+        return None  # a machine without a device has no limit to find
+    guess = bad
+    if len(good) > 1:
+        one, two = (tries[length]["peak_gib"] for length in good[-2:])
+        by_token = max(1e-9, (two - one) / (good[-1] - good[-2]))
+        guess = good[-1] + int((0.98 * gib(DEVICE_LIMIT) - two) / by_token)  # the allocator needs a little as well
+    if bad is not None and (guess is None or guess >= bad):
+        guess = (good[-1] + bad) // 2
+    assert guess is not None
+    return max(min(guess, 2 * good[-1]) // step * step, good[-1] + step)
+
+
+# Growth
+
+
+def thousand(bench: Bench) -> Iterator[Row | None]:
+    bench.drop_model()
+    yield bench.attempt("thousand", lambda: varying_lengths(bench))
+
+
+def varying_lengths(bench: Bench) -> Row:
+    """Sequences of 1:8 in no order; what is held after a tenth, a half, and all of the iterations."""
+    size, total = (THOUSAND, 1000) if bench.is_full else (bench.size, 60)
+    looks = (total // 10, total // 2, total)
+    start_bytes = common.clean_up()
+    loop = Loop(build(size), size)
+    loop.model.recomputed = ()
+    batch = tokens(size, 2, 0)
+    lengths = random.Random(0)
+    held = []
+    start = time.perf_counter()
+    with (
+        # Others compile something for every new length, which would take most of the time.
+        sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]),
+        offload_activations(loop.model, keep_last=0, min_bytes="64KiB" if bench.is_full else "1KiB") as handle,
+    ):
+        for number in range(1, total + 1):
+            length = lengths.randint(size.sequence // 8, size.sequence) if number > 1 else size.sequence
+            loop.iterate_on(batch[:, :length])
+            if number in looks:
+                synchronize()
+                say(f"    {number} iterations")
+                held.append(
+                    {
+                        "iterations": number,
+                        "host_pool_bytes": handle.host_bytes,
+                        "allocated_bytes": common.allocated_bytes(),
+                        "peak_bytes": common.peak_bytes(),
+                        "reserved_bytes": torch.cuda.memory_reserved() if ON_GPU else 0,
+                        "rss_gib": gib(common.rss_bytes()),
+                    }
+                )
+                common.reset_peak()
+        counted = moved(handle)
+    seconds = time.perf_counter() - start
+    row = {
+        "case": "thousand",
+        "size": bench.size_name,
+        "iterations": total,
+        "median_ms": round(1e3 * seconds / total, 1),
+        "lengths": [size.sequence // 8, size.sequence],
+        "allocated_at_start_gib": gib(start_bytes),
+        "peak_gib": gib(max(look["peak_bytes"] for look in held)),
+        **counted,
+        "held": held,
+        "growth": {
+            name: common.share(held[-1][name], held[0][name]) for name in ("host_pool_bytes", "allocated_bytes")
+        },
+        "peak_growth": common.share(held[-1]["peak_bytes"], held[0]["peak_bytes"]),
+    }
+    if bench.is_full:
+        grown = row["growth"]
+        row["must"] = {
+            "host_pool_growth": at_most(1.0, grown["host_pool_bytes"]),
+            "allocated_growth": at_most(1.01, grown["allocated_bytes"]),
+            "peak_growth": at_most(1.01, row["peak_growth"]),
+        }
+    return row
+
+
 # The command
 
 
@@ -227,51 +440,16 @@ CASES: dict[str, Callable[[Bench], Iterator[Row | None]]] = {
 """In this order: what matters most comes first."""
 
 
-def summary(row: Mapping[str, Any]) -> str:
-    """One line for the terminal."""
-    found = {
-        "x": row.get("ratio") or row.get("ratio_to_frontier"),
-        "lower": row.get("peak_lower_share"),
-        "times faster": row.get("times_faster"),
-        "tokens": row.get("sequence"),
-        "ms/1k": row.get("ms_per_1k_tokens"),
-    }
-    unmet = [name for name, verdict in row.get("must", {}).items() if not verdict["met"]]
-    verdict = f"NOT MET: {', '.join(unmet)}" if unmet else "met" if row.get("must") else ""
-    return (
-        f"{row['case']:<32} {row['median_ms']:9.1f} ms  peak {row['peak_gib']:6.2f} GiB"
-        f"  left {row.get('left_gib', 0):6.2f} GiB  "
-        + "  ".join(f"{value:.3f} {name}" for name, value in found.items() if value is not None)
-        + f"  {verdict}"
-    )
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Activations that wait on the host, against those that stay.")
-    parser.add_argument("--iterations", type=int, help="measured after the warm-up; long cases take fewer")
-    return options_of(parser, CASES, SIZES)
-
-
 def main() -> None:
-    options = arguments()
-    if DEVICE.type == "cpu":
-        torch.set_num_threads(1)
+    parser = harness.command(__doc__)
+    parser.add_argument("--iterations", type=int, help="measured after the warm-up; long cases take fewer")
+    options = harness.parse(parser, harness.cases_of(CASES))
     bench = Bench(options.size, options.iterations or (6 if options.size == "full" else 2))
-    rows: list[Row] = []
-    for name in [name for name in CASES if not options.case or name in options.case]:
-        bench.say(f"{name}:")
-        try:
-            for row in CASES[name](bench):
-                if row is not None:
-                    rows.append(row)
-                    write_row("activations", row)
-        except Exception:  # what compares rows may fail as well
-            traceback.print_exc()
-            bench.failed.append(name)
-    bench.say("in all\n")
-    print(*map(summary, rows), sep="\n")
-    if bench.failed:
-        raise SystemExit(f"failed: {', '.join(bench.failed)}")
+
+    def measure(case: Case) -> Iterator[Row | None]:
+        return CASES[case.name](bench)
+
+    harness.run("activations", options.cases, measure, failed=bench.failed)
 
 
 if __name__ == "__main__":

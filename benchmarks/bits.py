@@ -2,7 +2,9 @@
 """Does offstage give the bits of `torch.optim.AdamW(fused=True)`?
 
     python -m benchmarks.bits
-    python -m benchmarks.bits CPU      cases with this in their name
+    python -m benchmarks.bits CPU              what the CPU updates, or part of it
+    python -m benchmarks.bits --size small     anywhere: does it run? The bits are promised on a GPU, and lanes are
+                                               delayed there
 
 Fixed gradients from 1e-30 to 1e3, and zeros, for 100 steps. For 16-bit parameters the reference is the same
 optimizer on fp32 masters, cast. Every case runs plainly, and four of them with delays injected into each lane.
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,10 +26,12 @@ from typing import Any
 import torch
 
 import offstage
-from benchmarks.common import write_row
+from benchmarks import harness
+from benchmarks.common import DEVICE, ON_GPU, Row
 from offstage.lanes.accelerator import AcceleratorLanes
 from offstage.lanes.host_threads import Slice
-from offstage.lanes.lanes import Lane, Mark, Work, pieces_of, use_lanes
+from offstage.lanes.lanes import Lane, Mark, Work, pieces_of
+from offstage.lanes.link import use_lanes
 
 SHAPES = [(1021, 1031), (4096,), (33, 65), (2048, 512), (7,), (1,), (300_007,)]
 DELAY_CYCLES = 2_000_000  # about a millisecond
@@ -78,9 +81,10 @@ ON_HOST = [
     if case.config.get("fraction") != 0.0
     for share in (0.5, 1.0)
 ]
+L2 = "torch's own Adam with L2, by index modulo 4"
 DELAYED = ("fp32", "bf16, fp32 masters", "bf16, split masters", "fp32, half of it resident")
 LANES = (Lane.FETCH, Lane.UPDATE, Lane.STORE)
-LANES_TO_HOST = (Lane.LOWER, Lane.HOST, Lane.RAISE)
+LANES_TO_HOST = (Lane.GRADIENTS_DOWN, Lane.HOST, Lane.WEIGHTS_UP)
 
 
 class DelayedLanes(AcceleratorLanes):
@@ -107,20 +111,20 @@ class DelayedLanes(AcceleratorLanes):
 
 def gradients(steps: int, dtype: torch.dtype) -> Iterator[list[torch.Tensor]]:
     """The same gradients every time: magnitudes 1e-30 to 1e3, one element in eight 0."""
-    generator = torch.Generator("cuda").manual_seed(7)
+    generator = torch.Generator(DEVICE).manual_seed(7)
     for _ in range(steps):
         grads = []
         for shape in SHAPES:
-            exponent = torch.rand(shape, generator=generator, device="cuda") * 33 - 30
-            value = torch.randn(shape, generator=generator, device="cuda") * torch.pow(10.0, exponent)
-            zero = torch.rand(shape, generator=generator, device="cuda") < 0.125
+            exponent = torch.rand(shape, generator=generator, device=DEVICE) * 33 - 30
+            value = torch.randn(shape, generator=generator, device=DEVICE) * torch.pow(10.0, exponent)
+            zero = torch.rand(shape, generator=generator, device=DEVICE) < 0.125
             grads.append(torch.where(zero, 0.0, value).to(dtype))
         yield grads
 
 
 def start_weights(dtype: torch.dtype) -> list[torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(3)
-    return [torch.randn(shape, generator=generator, device="cuda").to(dtype) for shape in SHAPES]
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    return [torch.randn(shape, generator=generator, device=DEVICE).to(dtype) for shape in SHAPES]
 
 
 def train(case: Case, steps: int, *, ours: bool) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
@@ -129,7 +133,7 @@ def train(case: Case, steps: int, *, ours: bool) -> tuple[list[torch.Tensor], to
     params = [torch.nn.Parameter(w.to(dtype)) for w in start_weights(case.dtype)]
     options = dict(case.options)
     base = options["lr"]
-    rates = [torch.tensor(lr, device="cuda") if case.tensor_lr else lr for lr in (base, base / 3)]
+    rates = [torch.tensor(lr, device=DEVICE) if case.tensor_lr else lr for lr in (base, base / 3)]
     groups = [{"params": params[:4], "lr": rates[0]}, {"params": params[4:], "lr": rates[1]}]
     optimizer: torch.optim.Optimizer = case.cls(groups, **options, fused=True)
     if ours:
@@ -156,9 +160,9 @@ def mismatches(case: Case, steps: int) -> dict[str, int]:
     ours, theirs = offloaded.state_dict()["state"], plain.state_dict()["state"]
     for index, expected in theirs.items():
         for name, value in expected.items():
-            count[name] = count.get(name, 0) + num_different(ours[index][name].cuda(), value.cuda())
+            count[name] = count.get(name, 0) + num_different(ours[index][name].to(DEVICE), value.to(DEVICE))
         if "master_weight" in ours[index]:
-            differ = num_different(ours[index]["master_weight"].cuda(), reference[index])
+            differ = num_different(ours[index]["master_weight"].to(DEVICE), reference[index])
             count["master_weight"] = count.get("master_weight", 0) + differ
     return count
 
@@ -175,40 +179,48 @@ def adam_l2(numel: int = 4_000_000) -> dict[str, list[int]]:
 
     With beta1 = 0 the first moment after one step is that sum.
     """
-    generator = torch.Generator("cuda").manual_seed(0)
-    param = torch.nn.Parameter(torch.randn(numel, generator=generator, device="cuda"))
-    weight, decay = param.detach().clone(), torch.tensor(0.1, device="cuda")
-    param.grad = torch.randn(numel, generator=generator, device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(numel, generator=generator, device=DEVICE))
+    weight, decay = param.detach().clone(), torch.tensor(0.1, device=DEVICE)
+    param.grad = torch.randn(numel, generator=generator, device=DEVICE)
     optimizer = torch.optim.Adam([param], betas=(0.0, 0.5), weight_decay=0.1, fused=True)
     optimizer.step()
     found = optimizer.state[param]["exp_avg"]
     once = (param.grad.double() + weight.double() * decay.double()).float()
     twice = param.grad + weight * decay
-    lane = torch.arange(numel, device="cuda") % 4
+    lane = torch.arange(numel, device=DEVICE) % 4
     return {
         "differ_from_one_rounding": [int((found != once)[lane == i].sum()) for i in range(4)],
         "differ_from_two_roundings": [int((found != twice)[lane == i].sum()) for i in range(4)],
     }
 
 
-def main(steps: int = 100) -> None:
-    wanted = sys.argv[1] if sys.argv[1:] else ""  # a part of the cases' names
-    if not wanted:
-        write_row("bits", {"case": "torch's own Adam with L2, by index modulo 4", **adam_l2()})
-    for case in (*CASES, *ON_HOST):
-        if wanted in case.name:
-            compare(case, steps)
-            on_host = case in ON_HOST
-            if case.name.removesuffix(", 50% updated by the CPU") in DELAYED:
-                for lane in (*LANES, *(LANES_TO_HOST if on_host else ())):
-                    compare(case, steps, lane)
-
-
-def compare(case: Case, steps: int, delayed: Lane | None = None) -> None:
+def compare(case: Case, steps: int, delayed: Lane | None = None) -> Row:
     with use_lanes(None if delayed is None else lambda device: DelayedLanes(device, delayed)):
         count = mismatches(case, steps)
     row = {"case": case.name, "steps": steps, "elements": sum(math.prod(shape) for shape in SHAPES)}
-    write_row("bits", row | ({} if delayed is None else {"delayed_lane": delayed.value}) | {"mismatches": count})
+    return row | ({} if delayed is None else {"delayed_lane": delayed.value}) | {"mismatches": count}
+
+
+def rows_of(case: Case, steps: int) -> Iterator[Row]:
+    """Plainly, and maybe with each lane delayed in turn."""
+    yield compare(case, steps)
+    if case.name.removesuffix(", 50% updated by the CPU") in DELAYED and ON_GPU:
+        for lane in (*LANES, *(LANES_TO_HOST if case in ON_HOST else ())):
+            yield compare(case, steps, lane)
+
+
+def main() -> None:
+    by_name = {case.name: case for case in (*CASES, *ON_HOST)}
+    in_groups = {case.name: ("CPU",) if case in ON_HOST else () for case in by_name.values()}
+    cases = [harness.Case(name=name, groups=groups) for name, groups in {L2: (), **in_groups}.items()]
+    options = harness.parse(harness.command(__doc__), cases)
+    steps = 100 if options.size == "full" else 2
+
+    def measure(case: harness.Case) -> Row | Iterator[Row]:
+        return {"case": L2, **adam_l2()} if case.name == L2 else rows_of(by_name[case.name], steps)
+
+    harness.run("bits", options.cases, measure)
 
 
 if __name__ == "__main__":

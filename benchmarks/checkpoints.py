@@ -19,9 +19,7 @@ files, one at a time.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import itertools
 import mmap
 import os
 import shutil
@@ -29,7 +27,6 @@ import statistics
 import tempfile
 import threading
 import time
-import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -48,16 +45,11 @@ from torch.distributed.checkpoint.state_dict import (
 
 import offstage
 import offstage.checkpoint
-from benchmarks.anywhere import Row, at_most, options_of, peak_bytes, reset_peak, synchronize
-from benchmarks.common import write_row
-from benchmarks.overlap import BATCH, MAX_NORM, gib
-from benchmarks.workload import Size, adamw, build, tokens
+from benchmarks import harness, workload
+from benchmarks.common import Row, gib, peak_bytes, reset_peak, synchronize
+from benchmarks.harness import Case, at_most
+from benchmarks.workload import SIZES, build
 
-SIZES = {
-    "full": Size(),
-    "small": Size(blocks=2, width=64, hidden=128, heads=2, vocabulary=512, sequence=32),  # the CPU has to do it too
-}
-SMALL_CHUNKS = {"chunk_bytes": "32KiB"}  # or the small model would be a few chunks
 CONFIG: Mapping[str, Any] = {"master_weights": "fp32"}  # 12 bytes of state for each parameter
 THREADS = 16
 BLOCK = 16 * 2**20
@@ -73,6 +65,15 @@ TOO_LONG_S = 400.0
 SCRATCH = "OFFSTAGE_SCRATCH"
 
 # The disk
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds from an idle device to an idle device."""
+    synchronize()
+    start = time.perf_counter()
+    work()
+    synchronize()
+    return time.perf_counter() - start
 
 
 def in_threads(work: Callable[[Path], None], paths: Iterable[Path]) -> float:
@@ -208,28 +209,20 @@ def _anonymous_bytes() -> int | None:
 # Training
 
 
-class Training:
-    """The workload, in the loop a user would write."""
+class Training(workload.Training):
+    """The workload, and what its state is."""
 
     def __init__(self, size_name: str) -> None:
-        size = SIZES[size_name]
-        self.model = build(size)
-        config = {**CONFIG, **(SMALL_CHUNKS if size_name == "small" else {})}
-        self.optimizer = offstage.offload(adamw(self.model), self.model, **config)
-        self._batches = itertools.cycle([tokens(size, BATCH, seed) for seed in range(8)])
-        self.iterations = 0
+        model = build(SIZES[size_name])
+        super().__init__(model, workload.offloaded(model, size_name, CONFIG), SIZES[size_name])
 
-    def iterate(self) -> float:
+    @property
+    def iterations(self) -> int:
+        return len(self.losses)
+
+    def lap(self) -> float:
         """Milliseconds of an iteration that begins and ends with an idle device."""
-        synchronize()
-        start = time.perf_counter()
-        self.model(next(self._batches)).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        synchronize()
-        self.iterations += 1
-        return 1e3 * (time.perf_counter() - start)
+        return 1e3 * timed(self.iterate)
 
     def checksums(self) -> dict[str, int]:
         """Of the bytes of every weight and every state tensor, step counts included."""
@@ -259,7 +252,7 @@ class Bench:
         self.training = Training(size_name)
         reset_peak()
         for _ in range(WARM_UP):
-            self.training.iterate()
+            self.training.lap()
         self._training_peak = peak_bytes()
         self._state_bytes = self.training.optimizer.receipt().host_state_bytes
         self._weight_bytes = sum(param.nbytes for param in self.training.model.parameters())
@@ -303,7 +296,7 @@ class Bench:
 
     def async_save(self) -> Row:
         training = self.training
-        before = [training.iterate() for _ in range(BEFORE)]
+        before = [training.lap() for _ in range(BEFORE)]
         self._start_checkpoint()
         start = time.perf_counter()
         save: offstage.checkpoint.AsyncSave = self._call(offstage.checkpoint.async_save)
@@ -313,7 +306,7 @@ class Bench:
         spans: list[tuple[float, float]] = []
         while len(spans) < BESIDE or (not save.done() and time.perf_counter() < start + TOO_LONG_S):
             began = time.perf_counter()
-            spans.append((began, training.iterate()))
+            spans.append((began, training.lap()))
         save.result(timeout=TOO_LONG_S)
         ended.join()
         beside = [milliseconds for began, milliseconds in spans if began < ends[0]]
@@ -385,7 +378,7 @@ class Bench:
 
     def _read(self, load: Callable[[], int]) -> Row:
         """Load after a step that changed everything, from a disk whose files are not in the page cache."""
-        self.training.iterate()
+        self.training.lap()
         cached = drop_from_cache(self._folder)
         iterations = 0
 
@@ -424,15 +417,6 @@ class Bench:
         }
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Seconds from an idle device to an idle device."""
-    synchronize()
-    start = time.perf_counter()
-    work()
-    synchronize()
-    return time.perf_counter() - start
-
-
 def _wait_for(save: offstage.checkpoint.AsyncSave, ends: list[float]) -> None:
     """Note when `save` is over. `result()` waits for copies too, which only the thread that trains may do."""
     while not save.done() and time.perf_counter() < ends[0]:
@@ -458,36 +442,23 @@ CASES: dict[str, tuple[Callable[[Bench], Row], tuple[str, ...]]] = {
 # The command
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Checkpoints of 30 GiB of state, against the disk's own rates.")
-    parser.add_argument("--disk-gib", type=float, help="how much is written and read to measure the disk itself")
-    return options_of(parser, CASES, SIZES)
-
-
 def main() -> None:
-    options = arguments()
-    wanted = set(options.case or CASES)
-    wanted |= {needed for name in wanted for needed in CASES[name][1]}
-    begin = time.perf_counter()
-    failed = []
+    parser = harness.command(__doc__)
+    parser.add_argument("--disk-gib", type=float, help="how much is written and read to measure the disk itself")
+    options = harness.parse(parser, harness.cases_of(CASES, needs={name: needs for name, (_, needs) in CASES.items()}))
     with tempfile.TemporaryDirectory(prefix="offstage-", dir=os.environ.get(SCRATCH)) as scratch:
         bench = Bench(options.size, options.disk_gib or DISK_GIB[options.size], Path(scratch))
+        failed: list[str] = []
+
+        def measure(case: Case) -> Row:
+            row = CASES[case.name][0](bench)
+            failed.extend([case.name] if not row.get("loaded", row).get("restored", True) else [])
+            return {"case": case.name, "size": options.size, **bench.about(), **row}
+
         try:
-            for name in (name for name in CASES if name in wanted):
-                print(f"[{time.perf_counter() - begin:4.0f} s] {name}", flush=True)
-                try:
-                    row = CASES[name][0](bench)
-                except Exception:  # one case that fails must not cost the others their rows
-                    traceback.print_exc()
-                    failed.append(name)
-                    continue
-                write_row("checkpoints", {"case": name, "size": options.size, **bench.about(), **row})
-                failed += [name] if not row.get("loaded", row).get("restored", True) else []
+            harness.run("checkpoints", options.cases, measure, failed=failed)
         finally:
-            bench.training.optimizer.close()
-    print(f"{time.perf_counter() - begin:.0f} s in all")
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+            bench.training.close()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """How fast is one AdamW update on the CPU alone?
 
     python -m benchmarks.host_update                              512 Mi parameters, every core
-    python -m benchmarks.host_update --params 4Mi --threads 2     a few seconds: does every system run?
+    python -m benchmarks.host_update --size small --threads 2     4 Mi, a few seconds: does every system run?
 
 Offstage's pass, torch's fused CPU AdamW and DeepSpeed's compiled `cpu_adam`, each in the formats it has, over the same
 memory: one flat parameter in huge pages, touched first by all threads. Where training is lossless and a system knows
@@ -22,14 +22,15 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.common import write_row
+from benchmarks.common import Row, write_row
 from benchmarks.fetch_peers import environment
+from benchmarks.harness import at_least, cases_of, command, parse, run
 from offstage.lanes.host_threads import HostThreads
 from offstage.rules import adamw_host
 from offstage.rules.master_weights import join
@@ -140,9 +141,6 @@ class Offstage:
         self._coefficients[:] = torch.stack([lr * WEIGHT_DECAY, lr / (1 - beta1**step), (1 - beta2**step).sqrt()])
         self._threads.run(self._slices)
 
-    def close(self) -> None:
-        pass
-
 
 class Peer:
     """An optimizer class over the state's memory, with conversions around it where it knows fp32 only."""
@@ -168,9 +166,6 @@ class Peer:
         self._optimizer.step()
         if self._converts:
             self._state.weight.copy_(self._param)
-
-    def close(self) -> None:
-        pass
 
 
 def torch_fused(state: State, threads: int) -> Peer:
@@ -241,20 +236,16 @@ def largest_difference(name: str, form: Format) -> float:
     reference.grad = state.grad.float()
     oracle = torch.optim.AdamW([reference], lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, eps=EPS, fused=True)
     system = SYSTEMS[name](state, 1)
-    try:
-        for _ in range(CHECKED_STEPS):
-            system.step()
-            oracle.step()
-    finally:
-        system.close()
+    for _ in range(CHECKED_STEPS):
+        system.step()
+        oracle.step()
     return float((state.result - reference.detach()).abs().max()) / LR
 
 
-def rows_of(form_name: str, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """System → its row, written."""
+def rows_of(form_name: str, options: argparse.Namespace, rows: dict[str, Row]) -> Iterator[Row]:
+    """The row of each system, which is in `rows` as well."""
     form = FORMATS[form_name]
     state = State(form, options.params)
-    rows: dict[str, dict[str, Any]] = {}
     running = {}
     for name in ("offstage",) if form.compared_with else SYSTEMS:
         row = rows[name] = {"format": form_name, "system": name, "params": options.params, "threads": options.threads}
@@ -264,13 +255,11 @@ def rows_of(form_name: str, options: argparse.Namespace) -> dict[str, dict[str, 
         except Exception as error:  # a peer that is not there must not cost the others their rows
             row["error"] = " ← ".join(repr(one)[-600:] for one in (error, error.__cause__) if one)
     for name, times in in_turns(running, options.repeats).items():
-        running[name].close()
         rows[name] |= rates(times, options.params, running[name].bytes_per_param)
     for row in rows.values():
-        write_row("host_update", row | {"repeats": options.repeats, "huge_pages_gib": huge_pages_gib()})
+        yield row | {"repeats": options.repeats, "huge_pages_gib": huge_pages_gib()}
     if form_name == "lossless":
-        write_row("host_update", scaling(state, options.threads))
-    return rows
+        yield scaling(state, options.threads)
 
 
 def scaling(state: State, most: int) -> dict[str, Any]:
@@ -279,7 +268,6 @@ def scaling(state: State, most: int) -> dict[str, Any]:
     for threads in [2**i for i in range(most.bit_length()) if 2**i < most] + [most]:
         system = Offstage(state, threads)
         times = in_turns({"offstage": system}, repeats=3, warm_up=1)["offstage"]
-        system.close()
         found[threads] = rates(times, state.weight.numel(), system.bytes_per_param)["gparam_per_s"]
     return {"format": "lossless", "system": "offstage", "gparam_per_s_by_threads": found}
 
@@ -292,13 +280,10 @@ def summary(form_name: str, rows: Mapping[str, Mapping[str, Mapping[str, Any]]])
     for peer in ("torch", "deepspeed"):
         theirs = peers[peer].get("gparam_per_s")
         row[f"ratio_to_{peer}"] = round(ours / theirs, 3) if ours and theirs else None
-    at_least = {"ratio_to_deepspeed": MIN_OVER_DEEPSPEED}
+    limits = {"ratio_to_deepspeed": MIN_OVER_DEEPSPEED}
     if form_name == "lossless":
-        at_least |= {"gparam_per_s": MIN_GPARAM_PER_S, "ratio_to_torch": MIN_OVER_TORCH}
-    row["must"] = {
-        name: {"at_least": limit, "found": row[name], "met": row[name] is not None and row[name] >= limit}
-        for name, limit in at_least.items()
-    }
+        limits |= {"gparam_per_s": MIN_GPARAM_PER_S, "ratio_to_torch": MIN_OVER_TORCH}
+    row["must"] = {name: at_least(limit, row[name]) for name, limit in limits.items()}
     return row
 
 
@@ -327,23 +312,21 @@ def restart_with(variables: Mapping[str, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One AdamW update on the CPU: offstage, torch and DeepSpeed.")
-    parser.add_argument("format", nargs="*", help=f"all of them unless named: {', '.join(FORMATS)}")
-    parser.add_argument("--params", type=count, default=count("512Mi"))
+    parser = command(__doc__)
+    parser.add_argument("--params", type=count, help="512Mi, or 4Mi with --size small")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=7)
-    options = parser.parse_args()
-    wanted = set(options.format) | {FORMATS[name].compared_with for name in options.format if name in FORMATS}
-    unknown = set(options.format) - set(FORMATS)
-    if unknown:
-        parser.error(f"no format {', '.join(unknown)}; there are {', '.join(FORMATS)}")
+    needs = {name: [form.compared_with] for name, form in FORMATS.items() if form.compared_with}
+    options = parse(parser, cases_of(FORMATS, needs=needs), needs_gpu=False)
+    options.params = options.params or count("512Mi" if options.size == "full" else "4Mi")
     restart_with({**environment(), "OMP_NUM_THREADS": str(options.threads), "THP_MEM_ALLOC_ENABLE": "1"})
     torch.set_num_threads(options.threads)
-    begin = time.perf_counter()
-    rows = {name: rows_of(name, options) for name in FORMATS if not options.format or name in wanted}
-    for name in rows:
-        write_row("host_update", summary(name, rows))
-    print(f"{time.perf_counter() - begin:.0f} s in all")
+    rows: dict[str, dict[str, Row]] = {case.name: {} for case in options.cases}
+    try:
+        run("host_update", options.cases, lambda case: rows_of(case.name, options, rows[case.name]))
+    finally:
+        for name in rows:
+            write_row("host_update", summary(name, rows))
 
 
 if __name__ == "__main__":

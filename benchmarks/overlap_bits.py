@@ -2,6 +2,7 @@
 """Does overlap change a bit of the result?
 
     python -m benchmarks.overlap_bits
+    python -m benchmarks.overlap_bits --size small     anywhere: does it run? Lanes are delayed and checked on a GPU
 
 Every way to overlap, 30 steps of a bf16 model, against updates in `step()` with fp32 masters and torch's own clipping.
 The main settings run again with delays injected into each lane, and all of them under the happens-before checker on
@@ -12,7 +13,7 @@ there on, and nothing else does, because no kernel of it depends on the order of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
+from benchmarks import harness
 from benchmarks.bits import DELAY_CYCLES, DelayedLanes, num_different
-from benchmarks.common import write_row
-from offstage.lanes.lanes import Lane, Lanes, use_lanes
+from benchmarks.common import DEVICE, ON_GPU, Row
+from benchmarks.harness import Case
+from offstage.lanes.lanes import Lane, Lanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.checked import CheckedLanes
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 
@@ -162,7 +166,7 @@ def train(
     clip: str = "none",
     steps: int = STEPS,
     size: Size | None = None,
-    device: str = "cuda",
+    device: str = DEVICE.type,
     checkpointing: str = "none",
     clipped_by_torch: bool = False,
     infinite_step: int | None = None,
@@ -290,17 +294,7 @@ def reference(clip: str, steps: int = STEPS, **arguments: Any) -> Run:
     return train({"master_weights": "fp32"}, clip=clip, steps=steps, clipped_by_torch=True, **arguments)
 
 
-def cases() -> Iterable[tuple[str, str, Lane | None]]:
-    """(setting, clip, delayed lane)."""
-    for setting in SETTINGS:
-        for clip in ("none", "sometimes", *(("never", "always") if setting in CLIPPED else ())):
-            yield setting, clip, None
-    for setting, clip in DELAYED:
-        for lane in LANES:
-            yield setting, clip, lane
-
-
-def row_of(setting: str, masters: str, clip: str, run: Run, steps: int) -> dict[str, Any]:
+def row_of(setting: str, masters: str, clip: str, run: Run, steps: int) -> Row:
     max_norm = MAX_NORMS.get(clip)
     return {
         "setting": setting,
@@ -318,27 +312,57 @@ def row_of(setting: str, masters: str, clip: str, run: Run, steps: int) -> dict[
     }
 
 
-def main() -> None:
-    different = []
-    references = {clip: reference(clip) for clip in ("none", *MAX_NORMS)}
-    for setting, clip, lane in cases():
+class Comparison:
+    """Runs of one size, each against the reference with the same clipping; and those with other bits."""
+
+    def __init__(self, size_name: str) -> None:
+        small: dict[str, Any] = {"size": SMALL, "steps": 4}
+        self._arguments: dict[str, Any] = {"steps": STEPS} if size_name == "full" else small
+        self._references: dict[str, Run] = {}
+        self.different: list[str] = []
+
+    def _compare(self, setting: str, clip: str, lane: Lane | None) -> Iterator[Row]:
+        if clip not in self._references:
+            self._references[clip] = reference(clip, **self._arguments)
         for masters in MASTERS:
             with delayed_lanes(lane):
                 config = {**SETTINGS[setting], "master_weights": masters}
-                run = train(config, clip=clip, delayed=lane is Lane.CALLER)
-            count = mismatches(run, references[clip])
-            row = row_of(setting, masters, clip, run, STEPS) | {"delayed_lane": lane.value if lane else None}
-            write_row("overlap_bits", row | {"mismatches": count})
-            different += [row] if any(count.values()) else []
-    for setting in SETTINGS:
-        for clip in ("none", "sometimes"):
-            lanes = Checked()
-            with use_lanes(lanes):  # a race raises
-                run = train({**SETTINGS[setting], "master_weights": "split"}, clip=clip, steps=CHECKED_STEPS)
-            row = row_of(setting, "split", clip, run, CHECKED_STEPS)
-            write_row("overlap_bits", row | {"checked_accesses": lanes.accesses, "races": 0})
-    if different:
-        raise SystemExit(f"{len(different)} rows with other bits, the first: {different[0]}")
+                run = train(config, clip=clip, delayed=lane is Lane.CALLER, **self._arguments)
+            count = mismatches(run, self._references[clip])
+            row = row_of(setting, masters, clip, run, self._arguments["steps"])
+            self.different += [f"{setting}, {masters} masters, clip {clip}"] if any(count.values()) else []
+            yield row | {"delayed_lane": lane.value if lane else None, "mismatches": count}
+
+    def settings(self) -> Iterator[Row]:
+        for setting in SETTINGS:
+            for clip in ("none", "sometimes", *(("never", "always") if setting in CLIPPED else ())):
+                yield from self._compare(setting, clip, None)
+
+    def delayed(self) -> Iterator[Row]:
+        for setting, clip in DELAYED if ON_GPU else ():
+            for lane in LANES:
+                yield from self._compare(setting, clip, lane)
+
+    def checked(self) -> Iterator[Row]:
+        for setting in SETTINGS if ON_GPU else ():
+            for clip in ("none", "sometimes"):
+                lanes = Checked()
+                with use_lanes(lanes):  # a race raises
+                    run = train({**SETTINGS[setting], "master_weights": "split"}, clip=clip, steps=CHECKED_STEPS)
+                row = row_of(setting, "split", clip, run, CHECKED_STEPS)
+                yield row | {"checked_accesses": lanes.accesses, "races": 0}
+
+
+def main() -> None:
+    options = harness.parse(harness.command(__doc__), harness.cases_of(("settings", "delayed", "checked")))
+    comparison = Comparison(options.size)
+
+    def measure(case: Case) -> Iterator[Row]:
+        return getattr(comparison, case.name)()  # type: ignore[no-any-return]
+
+    harness.run("overlap_bits", options.cases, measure)
+    if comparison.different:
+        raise SystemExit(f"{len(comparison.different)} rows with other bits: {'; '.join(comparison.different)}")
 
 
 if __name__ == "__main__":

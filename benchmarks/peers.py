@@ -16,63 +16,45 @@ an idle machine until every weight is final, with the system's own clipping if i
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.metadata
-import itertools
-import json
 import os
 import resource
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 import offstage
-from benchmarks import workload
-from benchmarks.common import rss_bytes, write_row
+from benchmarks import harness, workload
+from benchmarks.common import Row, gib, peak_bytes, reset_peak, rss_bytes, synchronize
 from benchmarks.fetch_peers import environment
+from benchmarks.workload import BATCH, MAX_NORM, SIZES, Clip
 
-SIZES = {
-    "full": workload.Size(),
-    "small": workload.Size(blocks=4, width=256, hidden=512, heads=4, vocabulary=1000, sequence=128),
-}
-SMALL_CHUNKS = {"chunk_bytes": "256KiB"}  # or the small model would be a single chunk
-BATCH = 8
-MAX_NORM = 1.0
 ADAMW: Mapping[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-8}  # of workload.adamw
 WARM_UP = 3
 STEPS_ALONE = 2
-LAST_LINES = 15
 
 LOSSLESS = "fp32 masters and moments"
 BF16_STATE = "bf16 moments, no masters"
 
-Clip = Literal["outside", "optimizer"] | None
-"""By `torch.nn.utils.clip_grad_norm_`, by the system itself, or not at all."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(harness.Case):
     """One row: a system, what it is given, and how it clips."""
 
-    name: str
+    needs: tuple[str, ...] = ("resident",)
+    groups: tuple[str, ...] = ("peers",)
     system: str = "offstage"
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of `OffloadConfig`, or the peer's own arguments."""
     clip: Clip = "outside"
     numerics: str = LOSSLESS
     timeout_s: int = 150
-    group: str = "peers"
 
 
 # The cases
@@ -84,19 +66,18 @@ def host_cases(name: str, formats: Mapping[str, Any], numerics: str, clip: Clip)
     overlap = {**in_step, "overlap_forward": True}
     in_backward = {**overlap, "update_in_backward": True}
     return [
-        Case(name=name, options=in_step, numerics=numerics, clip=clip, group="offstage"),
-        Case(name=f"{name}_overlap", options=overlap, numerics=numerics, clip=clip, group="offstage"),
-        Case(name=f"{name}_in_backward", options=in_backward, numerics=numerics, clip=None, group="offstage"),
+        Case(name=name, options=in_step, numerics=numerics, clip=clip, groups=("offstage",)),
+        Case(name=f"{name}_overlap", options=overlap, numerics=numerics, clip=clip, groups=("offstage",)),
+        Case(name=f"{name}_in_backward", options=in_backward, numerics=numerics, clip=None, groups=("offstage",)),
     ]
 
 
-RESIDENT = Case(name="resident", options={"fraction": 0.0, "master_weights": "fp32"}, group="resident")
 BF16_FORMATS = {"master_weights": "none", "state_dtype": "bfloat16"}
 TORCHAO = {"system": "torchao", "clip": None, "numerics": BF16_STATE}  # gradients leave before a norm is known
 DEEPSPEED = {"system": "deepspeed", "clip": "optimizer", "timeout_s": 240}  # the first one compiles
 
 CASES = [
-    RESIDENT,
+    Case(name="resident", options=workload.RESIDENT, groups=()),
     Case(name="torchao", options={"offload_gradients": False}, **TORCHAO),  # type: ignore[arg-type]
     Case(name="torchao_offload_gradients", options={"offload_gradients": True}, **TORCHAO),  # type: ignore[arg-type]
     Case(name="deepspeed", options={"overlap_comm": False}, **DEEPSPEED),  # type: ignore[arg-type]
@@ -105,75 +86,74 @@ CASES = [
     *host_cases("host", {"master_weights": "fp32"}, LOSSLESS, "outside"),
     *host_cases("host_split", {"master_weights": "split"}, "split masters, fp32 moments (lossless)", "outside"),
     *host_cases("host_bf16", BF16_FORMATS, BF16_STATE, None),  # unclipped, as torchao is
-    Case(name="auto", options={"update_on": "auto", "master_weights": "fp32"}, group="offstage"),
+    Case(name="auto", options={"update_on": "auto", "master_weights": "fp32"}, groups=("offstage",)),
 ]
 
 
 # The systems: each trains `model` by `forward_backward()` and `step()`
 
 
-class System:
+class System(workload.Training):
     """A model and an optimizer in the loop a user would write."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: Any, clip: Clip) -> None:
-        self.model, self.optimizer, self.clip = model, optimizer, clip
-
-    def forward_backward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = self.model(tokens)
-        loss.backward()
-        if self.clip == "outside":
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        return loss.detach()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def finish(self) -> None:
         """Wait until every weight is final."""
-        torch.cuda.synchronize()
+        synchronize()
 
-    def counted(self) -> dict[str, Any]:
+    def mean_ms(self, iterations: int) -> float:
+        """Of an iteration. The host waits before the first and after the last only."""
+        self.finish()
+        start = time.perf_counter()
+        for _ in range(iterations):
+            self.iterate()
+        self.finish()
+        return 1e3 * (time.perf_counter() - start) / iterations
+
+    def step_alone(self) -> float:
+        """Milliseconds from the end of backward until every weight is final."""
+        self.forward_backward()
+        synchronize()
+        start = time.perf_counter()
+        self.step()
+        self.finish()
+        return 1e3 * (time.perf_counter() - start)
+
+    def counted(self) -> Row:
         return {}
 
 
 class Offstage(System):
-    def step(self) -> None:
-        if self.clip == "optimizer":
-            self.optimizer.clip_grad_norm_(MAX_NORM)
-        super().step()
-
     def finish(self) -> None:
         self.optimizer.synchronize()
         super().finish()
 
-    def counted(self) -> dict[str, Any]:
+    def counted(self) -> Row:
         receipt = dataclasses.asdict(self.optimizer.receipt())
         return {"receipt": {name: value for name, value in receipt.items() if isinstance(value, int | float | dict)}}
 
 
 class DeepSpeed(System):
-    """The engine is model and optimizer at once."""
+    """The engine is model and optimizer at once, and clips in its step."""
 
-    def forward_backward(self, tokens: torch.Tensor) -> torch.Tensor:
-        loss = self.model(tokens)
+    def clip_gradients(self) -> None:
+        pass
+
+    def backward(self, loss: torch.Tensor) -> None:
         self.optimizer.backward(loss)
-        return loss.detach()
 
     def step(self) -> None:
         self.optimizer.step()
 
 
 def build_offstage(case: Case, model: torch.nn.Module, size: str) -> System:
-    options = {**case.options, **(SMALL_CHUNKS if size == "small" else {})}
-    return Offstage(model, offstage.offload(workload.adamw(model), model, **options), case.clip)
+    return Offstage(model, workload.offloaded(model, size, case.options), SIZES[size], clip=case.clip)
 
 
 def build_torchao(case: Case, model: torch.nn.Module, size: str) -> System:
     from torchao.optim import CPUOffloadOptimizer
 
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **case.options, **ADAMW)
-    return System(model, optimizer, case.clip)
+    return System(model, optimizer, SIZES[size], clip=case.clip)
 
 
 def build_megatron(case: Case, model: torch.nn.Module, size: str) -> System:
@@ -193,7 +173,7 @@ def build_megatron(case: Case, model: torch.nn.Module, size: str) -> System:
         **case.options,
         **ADAMW,
     )
-    return System(model, optimizer, case.clip)
+    return System(model, optimizer, SIZES[size], clip=case.clip)
 
 
 def build_deepspeed(case: Case, model: torch.nn.Module, size: str) -> System:
@@ -220,7 +200,7 @@ def build_deepspeed(case: Case, model: torch.nn.Module, size: str) -> System:
         "steps_per_print": 1_000_000,
     }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    return DeepSpeed(engine, engine, case.clip)
+    return DeepSpeed(engine, engine, SIZES[size], clip=case.clip)
 
 
 BUILDERS: Mapping[str, Callable[[Case, torch.nn.Module, str], System]] = {
@@ -235,45 +215,18 @@ PACKAGES = {"torchao": "torchao", "megatron": "megatron-core"}
 # Measuring, in the case's own process
 
 
-class Training:
-    def __init__(self, case: Case, size: str) -> None:
-        start = time.perf_counter()
-        model = workload.build(SIZES[size])
-        self._batches = itertools.cycle([workload.tokens(SIZES[size], BATCH, seed) for seed in range(8)])
-        self.system = BUILDERS[case.system](case, model, size)
-        self.losses: list[torch.Tensor] = []
-        self.system.finish()
-        self.build_s = time.perf_counter() - start
-
-    def iterate(self, iterations: int) -> float:
-        """Milliseconds of an iteration. The host waits before the first and after the last only."""
-        self.system.finish()
-        start = time.perf_counter()
-        for _ in range(iterations):
-            self.losses.append(self.system.forward_backward(next(self._batches)))
-            self.system.step()
-        self.system.finish()
-        return 1e3 * (time.perf_counter() - start) / iterations
-
-    def step_alone(self) -> float:
-        """Milliseconds from the end of backward until every weight is final."""
-        self.losses.append(self.system.forward_backward(next(self._batches)))
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        self.system.step()
-        self.system.finish()
-        return 1e3 * (time.perf_counter() - start)
-
-
-def measure(case: Case, size: str, iterations: int) -> dict[str, Any]:
-    training = Training(case, size)
-    warm_up_ms = training.iterate(WARM_UP)
-    warm_up_peak = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    iteration_ms = training.iterate(iterations)
-    peak = torch.cuda.max_memory_allocated()
-    steps_ms = [training.step_alone() for _ in range(STEPS_ALONE)]
-    losses = [float(loss) for loss in training.losses]
+def measure(case: Case, size: str, iterations: int) -> Row:
+    start = time.perf_counter()
+    system = BUILDERS[case.system](case, workload.build(SIZES[size]), size)
+    system.finish()
+    build_s = time.perf_counter() - start
+    warm_up_ms = system.mean_ms(WARM_UP)
+    warm_up_peak = peak_bytes()
+    reset_peak()
+    iteration_ms = system.mean_ms(iterations)
+    peak = peak_bytes()
+    steps_ms = [system.step_alone() for _ in range(STEPS_ALONE)]
+    losses = [float(loss) for loss in system.losses]
     return {
         "iteration_ms": round(iteration_ms, 1),
         "step_ms": round(sum(steps_ms) / len(steps_ms), 1),
@@ -281,11 +234,11 @@ def measure(case: Case, size: str, iterations: int) -> dict[str, Any]:
         "peak_gib_since_start": gib(max(peak, warm_up_peak)),
         "rss_gib": gib(rss_bytes()),
         "rss_peak_gib": gib(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
-        "build_s": round(training.build_s, 1),
+        "build_s": round(build_s, 1),
         "warm_up_s": round(1e-3 * warm_up_ms * WARM_UP, 1),
         "first_and_last_loss": [round(loss, 4) for loss in (losses[0], losses[-1])],
         "version": version_of(case),
-        **training.system.counted(),
+        **system.counted(),
     }
 
 
@@ -295,68 +248,10 @@ def version_of(case: Case) -> str | None:
     return importlib.metadata.version(PACKAGES[case.system]) if case.system in PACKAGES else offstage.__version__
 
 
-def gib(num_bytes: int) -> float:
-    return round(num_bytes / 2**30, 3)
-
-
-def run_here(case: Case, options: argparse.Namespace) -> None:
-    """Measure in this process and leave one line of JSON in the file the parent named."""
-    try:
-        found = measure(case, options.size, options.iterations)
-        options.result.write_text(json.dumps(found) + "\n")
-    except Exception:
-        traceback.print_exc()
-        status = 1
-    else:
-        status = 0
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # freeing tens of GiB of pinned memory piece by piece takes longer than the measurement
-
-
 # The parent
 
 
-def run_apart(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """What the case's process found, or why it found nothing. The process and all it started end with this call."""
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
-        command = [sys.executable, "-m", "benchmarks.peers", case.name, "--result", str(result)]
-        command += ["--size", options.size, "--iterations", str(options.iterations)]
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment(), "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # so that a compiler it started can be ended with it
-            )
-            try:
-                status = str(process.wait(case.timeout_s))
-            except subprocess.TimeoutExpired:
-                status = f"no end after {case.timeout_s} s"
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-        if result.exists():
-            return json.loads(result.read_text())  # type: ignore[no-any-return]
-        lines = log.read_text(errors="replace").splitlines()
-        return {"error": "\n".join([*lines[-LAST_LINES:], f"exit: {status}"])}
-
-
-def described(case: Case, size: str) -> dict[str, Any]:
-    return {
-        "case": case.name,
-        "system": case.system,
-        "size": size,
-        "options": dict(case.options),
-        "clip": case.clip,
-        "numerics": case.numerics,
-    }
-
-
-def compared(row: Mapping[str, Any], earlier: list[dict[str, Any]]) -> dict[str, Any]:
+def compared(row: Mapping[str, Any], earlier: list[Row]) -> Row:
     """`row` against resident state, and offstage against each peer of the same run."""
     times = {other["case"]: other.get("iteration_ms") for other in [*earlier, row]}
     found = row.get("iteration_ms")
@@ -368,49 +263,26 @@ def compared(row: Mapping[str, Any], earlier: list[dict[str, Any]]) -> dict[str,
     return result
 
 
-def summary(row: Mapping[str, Any]) -> str:
-    """One line for the terminal."""
-    if "error" in row:
-        return f"{row['case']:<28} {row['error'].splitlines()[-2:]}"
-    ratio = f"{row['ratio']:.3f} x" if row["ratio"] else ""
-    return (
-        f"{row['case']:<28} {row['iteration_ms']:8.1f} ms {ratio:>9}  step {row['step_ms']:7.1f} ms"
-        f"  peak {row['peak_gib']:6.2f} GiB  rss {row['rss_gib']:6.2f} GiB  build {row['build_s']:5.1f} s"
-    )
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Whole iterations with updates on the CPU: offstage and its peers.")
-    known = [case.name for case in CASES] + sorted({case.group for case in CASES} - {"resident"})
-    parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(known)}")
-    parser.add_argument("--iterations", type=int, default=6, help=f"measured after {WARM_UP} to warm up")
-    parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--result", type=Path, help="measure one case in this process and write what was found here")
-    options = parser.parse_args()
-    unknown = [name for name in options.case if name not in known]
-    if unknown:
-        parser.error(f"no case or group {', '.join(unknown)}; there are {', '.join(known)}")
-    return options
-
-
 def main() -> None:
-    options = arguments()
+    parser = harness.command(__doc__)
+    parser.add_argument("--iterations", type=int, default=6, help=f"measured after {WARM_UP} to warm up")
+    options = harness.parse(parser, CASES)
     if options.result:
-        run_here(next(case for case in CASES if case.name == options.case[0]), options)
-    begin = time.perf_counter()
-    rows: list[dict[str, Any]] = []
-    for case in CASES:
-        asked_for = not options.case or case.name in options.case or case.group in options.case
-        if not asked_for and case is not RESIDENT:
-            continue
-        print(f"[{time.perf_counter() - begin:4.0f} s] {case.name}: {dict(case.options)}", flush=True)
-        row = described(case, options.size) | {"iterations": options.iterations} | run_apart(case, options)
-        rows.append(row | compared(row, rows))
-        write_row("peers", rows[-1])
-    print(f"\n{time.perf_counter() - begin:.0f} s in all", *map(summary, rows), sep="\n")
-    failed = [row["case"] for row in rows if "error" in row]
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+        case = options.cases[-1]  # behind the one it needs
+        harness.report(options.result, lambda: measure(case, options.size, options.iterations))
+    arguments = ["--size", options.size, "--iterations", str(options.iterations)]
+    done: list[Row] = []
+    failed: list[str] = []
+
+    def measured(case: Case) -> Iterator[Row]:
+        found = harness.in_own_process(case.name, arguments, variables=environment(), timeout_s=case.timeout_s)
+        about = harness.described(case, "system", "options", "clip", "numerics")
+        row = about | {"size": options.size, "iterations": options.iterations} | found
+        done.append(row | compared(row, done))
+        failed.extend([case.name] if "error" in row else [])
+        yield done[-1]
+
+    harness.run("peers", options.cases, measured, failed=failed)
 
 
 if __name__ == "__main__":

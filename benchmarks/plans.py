@@ -4,6 +4,7 @@
     python -m benchmarks.plans                 everything, about five minutes on one H200
     python -m benchmarks.plans predictions     plans of every kind: predicted against measured
     python -m benchmarks.plans 4GiB 10GiB      budgets: the chosen plan against ten made by hand
+    python -m benchmarks.plans --size small    anywhere: does it run? Budgets are as small as the model
 
 The 2.70B workload, 8 x 2048 tokens. The machine is measured by `measure_machine`, forward and backward alone in the
 same process, and every plan is predicted from these before it runs. Pairs in a row are measured and predicted; `error`
@@ -13,44 +14,41 @@ plan that was chosen for a budget, whether it is within 5% of the best of the ot
 
 from __future__ import annotations
 
-import gc
-import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 import offstage
-from benchmarks.common import milliseconds, write_row
-from benchmarks.workload import GPT, Size, adamw, build, tokens
-from offstage.config import OffloadConfig
-from offstage.planning.planner import choose_host_fraction
+from benchmarks import harness, workload
+from benchmarks.common import Row, clean_up, milliseconds, peak_bytes, reset_peak
+from benchmarks.harness import Case
+from benchmarks.workload import IN_BACKWARD, IN_STEP, MAX_NORM, OVERLAP_FORWARD, SIZES, Training, build, config_for
+from offstage.config import OffloadConfig, parse_size
 from offstage.planning.sizes import ParamSize
+from offstage.planning.planner import choose_host_fraction
 
-BATCH = 8
+FULL_PARAMS = 2_702_000_000
 WARM_UP, LEARNING_WARM_UP = 3, 4  # update_in_backward learns in its first iterations, and a window opens
-SPLIT = {"master_weights": "split"}
-FORWARD = {**SPLIT, "overlap_forward": True}
-BACKWARD = {**FORWARD, "update_in_backward": True}
 FP32 = {"master_weights": "fp32"}
 
 PREDICTIONS: dict[str, Mapping[str, Any]] = {
-    "in step": SPLIT,
+    "in step": IN_STEP,
     "in step, fp32 masters": FP32,
-    "half, in step": {**SPLIT, "fraction": 0.5},
-    "overlap_forward": FORWARD,
-    "window of 8 GiB": {**FORWARD, "window": "8GiB"},
-    "update_in_backward": BACKWARD,
+    "half, in step": {**IN_STEP, "fraction": 0.5},
+    "overlap_forward": OVERLAP_FORWARD,
+    "window of 8 GiB": {**OVERLAP_FORWARD, "window": "8GiB"},
+    "update_in_backward": IN_BACKWARD,
     "all by the CPU, fp32 masters": {**FP32, "update_on": "host"},
-    "all by the CPU, overlap_forward": {**FORWARD, "update_on": "host"},
-    "all by the CPU, update_in_backward": {**BACKWARD, "update_on": "host"},
-    "30% by the CPU, in step": {**SPLIT, "host_fraction": 0.3},
-    "30% by the CPU, update_in_backward": {**BACKWARD, "host_fraction": 0.3},
+    "all by the CPU, overlap_forward": {**OVERLAP_FORWARD, "update_on": "host"},
+    "all by the CPU, update_in_backward": {**IN_BACKWARD, "update_on": "host"},
+    "30% by the CPU, in step": {**IN_STEP, "host_fraction": 0.3},
+    "30% by the CPU, update_in_backward": {**IN_BACKWARD, "host_fraction": 0.3},
 }
 BUDGETS = ("3GiB", "8GiB", "16GiB")
 BY_HAND: dict[str, Mapping[str, Any]] = {
@@ -65,9 +63,11 @@ BY_HAND: dict[str, Mapping[str, Any]] = {
 class Bench:
     """One model for all plans; what the device does besides updates is measured first."""
 
-    def __init__(self) -> None:
-        self.model: GPT = build(Size())
-        self._batches = itertools.cycle([tokens(Size(), BATCH, seed) for seed in range(8)])
+    def __init__(self, size_name: str) -> None:
+        self.size_name = size_name
+        self.model = build(SIZES[size_name])
+        self.num_params = sum(param.numel() for param in self.model.parameters())
+        self._batches = Training(self.model, None, SIZES[size_name]).batches
         self.machine = offstage.measure_machine()
         self.workload = self._measure_workload()
 
@@ -80,35 +80,37 @@ class Bench:
         def both() -> None:
             forward()
             loss.pop().backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
             self.model.zero_grad()
 
-        torch.cuda.reset_peak_memory_stats()
+        reset_peak()
         iteration = milliseconds(both)
         weights = sum(param.nbytes for param in self.model.parameters())
-        other = torch.cuda.max_memory_allocated() - 2 * weights
+        other = max(0, peak_bytes() - 2 * weights)
         forward_ms = milliseconds(forward)
         return offstage.Workload(
             forward_ms=round(forward_ms, 1), backward_ms=round(iteration - forward_ms, 1), other_bytes=other
         )
 
-    def run(self, config: Mapping[str, Any], *, iterations: int) -> dict[str, Any]:
+    def run(self, config: Mapping[str, Any], *, iterations: int) -> Row:
         """Predicted and measured."""
         in_backward = bool(config.get("update_in_backward"))
-        gc.collect()
-        torch.cuda.empty_cache()
+        clean_up()
         start = time.perf_counter()
-        optimizer = offstage.offload(adamw(self.model), self.model, **config)
+        config = config_for(self.size_name, config)
+        optimizer = workload.offloaded(self.model, self.size_name, config)
+        training = Training(self.model, optimizer, SIZES[self.size_name], clip=None if in_backward else "outside")
+        training.batches = self._batches
         try:
             plan = self._predict(optimizer.plan.sizes, OffloadConfig(**config))
             assert plan.prediction is not None
             predicted = plan.prediction
             warm_up = LEARNING_WARM_UP if in_backward or config.get("window") else WARM_UP
-            self._times(optimizer, warm_up, clip=not in_backward)
-            torch.cuda.reset_peak_memory_stats()
-            times = self._times(optimizer, iterations, clip=not in_backward)
+            training.laps(warm_up, to_the_end=False)
+            reset_peak()
+            times = training.laps(iterations, to_the_end=False)
             measured_ms = statistics.median(times)
-            peak = torch.cuda.max_memory_allocated()
+            peak = peak_bytes()
             receipt = optimizer.receipt()
             row = {
                 "config": dict(config),
@@ -139,30 +141,14 @@ class Bench:
             config = replace(config, host_fraction=choose_host_fraction(sizes, self.machine, config))
         return offstage.make_plan(sizes, self.machine, config, workload=self.workload)
 
-    def _times(self, optimizer: offstage.OffloadedOptimizer, iterations: int, *, clip: bool) -> list[float]:
-        """From the end of each iteration to the next, on the caller's stream, with the one before under way."""
-        ends = [torch.cuda.Event(enable_timing=True) for _ in range(iterations + 1)]
-        ends[0].record()
-        for end in ends[1:]:
-            self.model(next(self._batches)).backward()
-            if clip:
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            end.record()
-        ends[-1].synchronize()
-        return [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
-
-    def write(self, name: str, row: Mapping[str, Any], **more: Any) -> None:
-        workload = {name: getattr(self.workload, name) for name in ("forward_ms", "backward_ms", "other_bytes")}
-        about = {
+    def row(self, name: str, row: Row, **more: Any) -> Row:
+        return {
             "plan_name": name,
             **more,
             **row,
-            "workload": workload,
+            "workload": {key: getattr(self.workload, key) for key in ("forward_ms", "backward_ms", "other_bytes")},
             "measured_machine": json.loads(self.machine.to_json()),
         }
-        write_row("plans", about)
 
 
 def _error(measured: int, predicted: int) -> float:
@@ -177,35 +163,42 @@ def holds(row: Mapping[str, Any]) -> dict[str, bool]:
     }
 
 
-def predictions(bench: Bench) -> None:
+def predictions(bench: Bench) -> Iterator[Row]:
     for name, config in PREDICTIONS.items():
         row = bench.run(config, iterations=3)
-        bench.write(name, row, must=holds(row))
+        yield bench.row(name, row, must=holds(row))
 
 
-def budget(bench: Bench, size: str) -> None:
+def budget(bench: Bench, size: str) -> Iterator[Row]:
     """The plan that the planner chooses for `size`, after ten made by hand."""
     times = {}
-    for name, config in BY_HAND.items():
-        row = bench.run({**FORWARD, "device_budget": size, **config}, iterations=3)
+    given: int | str = size
+    by_hand = BY_HAND
+    if bench.size_name != "full":
+        given = max(400 * 2**10, parse_size(size, "size") * bench.num_params // FULL_PARAMS)  # slots are not as small
+        by_hand = {name: config for name, config in BY_HAND.items() if "window" not in config}  # larger than `given`
+    for name, config in by_hand.items():
+        row = bench.run({**OVERLAP_FORWARD, "device_budget": given, **config}, iterations=3)
         times[name] = row["measured_ms"]
-        bench.write(name, row, device_budget=size, must=holds(row))
-    row = bench.run({**FORWARD, "device_budget": size, "update_on": "auto"}, iterations=3)
+        yield bench.row(name, row, device_budget=size, must=holds(row))
+    row = bench.run({**OVERLAP_FORWARD, "device_budget": given, "update_on": "auto"}, iterations=3)
     best = min(times, key=lambda name: times[name])
     ratio = round(row["measured_ms"] / times[best], 4)
     must = {**holds(row), "within 5% of the best by hand": ratio <= 1.05}
-    bench.write("chosen", row, device_budget=size, best_by_hand=best, ratio_to_best=ratio, must=must)
+    yield bench.row("chosen", row, device_budget=size, best_by_hand=best, ratio_to_best=ratio, must=must)
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["predictions", *BUDGETS]
-    bench = Bench()
+    others = [word for word in sys.argv[1:] if word.endswith("iB")]
+    names = dict.fromkeys(["predictions", *BUDGETS, *others])
+    options = harness.parse(harness.command(__doc__), harness.cases_of(names))
+    bench = Bench(options.size)
     print(bench.machine, bench.workload, flush=True)
-    for part in wanted:
-        if part == "predictions":
-            predictions(bench)
-        else:
-            budget(bench, part)
+
+    def measure(case: Case) -> Iterator[Row]:
+        return predictions(bench) if case.name == "predictions" else budget(bench, case.name)
+
+    harness.run("plans", options.cases, measure)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 """Does a steady-state step, or a whole iteration with overlap, synchronise with the device or allocate on it?
 
     python -m benchmarks.steady_state
+    python -m benchmarks.steady_state --size small     anywhere: does it run? Only a GPU can be synchronised with
 
 Runs under `set_sync_debug_mode("error")` and looks for synchronising or allocating calls in a profiler trace. For steps
 alone it counts allocations in the allocator's statistics. With overlap it trains a small GPT for 200 iterations and
@@ -14,7 +15,6 @@ full waits for room in it, and that is no wait of the caller's. All other calls 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 from collections import Counter
@@ -25,12 +25,15 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 import offstage
-from benchmarks.common import write_row
+from benchmarks import harness
+from benchmarks.common import DEVICE, ON_GPU, Row, allocated_bytes, synchronize
+from benchmarks.harness import Case
 from benchmarks.overlap_bits import update_all_early
-from benchmarks.workload import GPT, Size
+from benchmarks.trace import ACTIVITIES
+from benchmarks.workload import BATCH, GPT, SIZES, Size
 
 SHAPES = [(2048, 2048), (2048, 4096), (4096,), (1000, 333)] * 4
 FORBIDDEN = ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "Synchronize", "cudaStreamCreate")
@@ -42,7 +45,6 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 SIZE = Size(blocks=4, width=256, hidden=512, heads=4, vocabulary=1000, sequence=128)
-BATCH = 8
 HOST_WAIT = "cudaEventSynchronize"
 LOOP = "the caller's loop"
 """A span that is open in the caller's thread as long as the loop is traced."""
@@ -72,9 +74,9 @@ OVERLAP_CASES = {
 }
 
 
-def steady_state(dtype: torch.dtype, config: dict[str, Any], steps: int = 20) -> dict[str, Any]:
+def steady_state(dtype: torch.dtype, config: dict[str, Any], steps: int = 20) -> Row:
     """Allocations and forbidden calls in `steps` steps; a synchronisation raises."""
-    params = [torch.nn.Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in SHAPES]
+    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE).to(dtype)) for shape in SHAPES]
     for param in params:
         param.grad = torch.randn_like(param)
     optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="8MiB", **config)
@@ -82,26 +84,40 @@ def steady_state(dtype: torch.dtype, config: dict[str, Any], steps: int = 20) ->
     for _ in range(3):
         optimizer.step()
         scheduler.step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with loop_trace() as trace:
-            for _ in range(steps):
-                optimizer.step()
-                scheduler.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    allocations = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    synchronize()
+    before = num_allocations()
+    with refused_synchronisations(), loop_trace() as trace:
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+    allocations = num_allocations() - before
     calls = calls_beyond_the_profilers(trace)
     optimizer.close()
     return {"steps": steps, "allocations": allocations, "forbidden_calls": dict(calls)}
 
 
+def num_allocations() -> int:
+    """On the device, since the process began."""
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"]) if ON_GPU else 0
+
+
+@contextlib.contextmanager
+def refused_synchronisations() -> Iterator[None]:
+    """What synchronises with the device within raises."""
+    if not ON_GPU:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @contextlib.contextmanager
 def loop_trace() -> Iterator[profile]:
     """A trace of what is done inside, with the span by which the caller's thread is found."""
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace, record_function(LOOP):
+    with profile(activities=ACTIVITIES) as trace, record_function(LOOP):
         yield trace
 
 
@@ -123,7 +139,7 @@ def threads_of_the_loop(events: Sequence[FunctionEvent]) -> set[int]:
     """The caller's thread, and autograd's, which calls the hooks: while one of them waits, the loop does.
 
     A call's `device_resource_id` is the thread that made it. Its `thread` may not be: a call that no operator or span
-    encloses has the thread that ended the trace there, whoever made it.
+    encloses has the thread that ended the trace there, not the one that made it.
     """
     spans = [event for event in events if event.device_type == DeviceType.CPU]  # a span has a shadow on the device
     caller = {event.device_resource_id for event in spans if event.name == LOOP}
@@ -137,17 +153,17 @@ def threads_of_the_loop(events: Sequence[FunctionEvent]) -> set[int]:
 class Training:
     """A small GPT in the loop a user would write."""
 
-    def __init__(self, case: OverlapCase, device: str = "cuda") -> None:
+    def __init__(self, case: OverlapCase, size: Size) -> None:
         torch.manual_seed(0)
-        self.model = GPT(SIZE).to(torch.bfloat16).to(device)
+        self.model = GPT(size).to(torch.bfloat16).to(DEVICE)
         plain = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         config = {"master_weights": "split", "chunk_bytes": "1MiB", **case.config}
         self.optimizer = offstage.offload(plain, self.model, **config)
         if self.optimizer.config.update_in_backward:
             update_all_early(self.optimizer)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
-        shape = (BATCH, SIZE.sequence)
-        self._batches = itertools.cycle([torch.randint(SIZE.vocabulary, shape).to(device) for _ in range(4)])
+        shape = (BATCH, size.sequence)
+        self._batches = itertools.cycle([torch.randint(size.vocabulary, shape).to(DEVICE) for _ in range(4)])
         self._max_norms = itertools.cycle(case.max_norms or (None,))
 
     def run(self, iterations: int) -> None:
@@ -162,20 +178,17 @@ class Training:
 
 
 def overlap_steady_state(
-    case: OverlapCase, *, iterations: int = 200, settled: int = 20, traced: int = 10
-) -> dict[str, Any]:
+    case: OverlapCase, *, iterations: int = 200, settled: int = 20, traced: int = 10, size: Size = SIZE
+) -> Row:
     """What happens after the first `settled` iterations; a synchronisation raises."""
-    training = Training(case)
+    training = Training(case, size)
     training.run(settled)
     before = allocator_bytes()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with refused_synchronisations():
         training.run(iterations - settled - traced)
         with loop_trace() as trace:
             training.run(traced)
         after = allocator_bytes()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     calls = calls_beyond_the_profilers(trace)
     waits = calls.pop(HOST_WAIT, 0)
     receipt = training.optimizer.receipt()
@@ -197,7 +210,8 @@ def overlap_steady_state(
 
 def allocator_bytes() -> dict[str, int]:
     """Counted by the host as it allocates and frees: nothing is waited for."""
-    return {"allocated_bytes": torch.cuda.memory_allocated(), "reserved_bytes": torch.cuda.memory_reserved()}
+    reserved = torch.cuda.memory_reserved() if ON_GPU else 0
+    return {"allocated_bytes": allocated_bytes(), "reserved_bytes": reserved}
 
 
 def streams_used(trace: profile) -> int:
@@ -206,12 +220,17 @@ def streams_used(trace: profile) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"of: {', '.join([*CASES, *OVERLAP_CASES])}; all by default")
-    wanted = parser.parse_args().cases or [*CASES, *OVERLAP_CASES]
-    for name in wanted:
-        found = steady_state(*CASES[name]) if name in CASES else overlap_steady_state(OVERLAP_CASES[name])
-        write_row("steady_state", {"case": name} | found)
+    options = harness.parse(harness.command(__doc__), harness.cases_of([*CASES, *OVERLAP_CASES]))
+    few: dict[str, Any] = (
+        {} if options.size == "full" else {"iterations": 4, "settled": 2, "traced": 1, "size": SIZES["small"]}
+    )
+
+    def measure(case: Case) -> Row:
+        if case.name in OVERLAP_CASES:
+            return {"case": case.name} | overlap_steady_state(OVERLAP_CASES[case.name], **few)
+        return {"case": case.name} | steady_state(*CASES[case.name], **({"steps": 1} if few else {}))
+
+    harness.run("steady_state", options.cases, measure)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,12 @@ would not fit the disk of most machines.
 
 from __future__ import annotations
 
-import argparse
-import gc
 import itertools
 import json
 import resource
 import statistics
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,16 +28,16 @@ from typing import Any
 import torch
 
 import offstage
-from benchmarks.common import write_row
+from benchmarks import harness
+from benchmarks.common import DEVICE, Row, clean_up, gib
+from benchmarks.harness import Case, at_least, at_most
 from offstage.train.config import TrainConfig, load_config
 from offstage.train.data import Batches, Corpus
 from offstage.train.loop import run
 from offstage.train.model import build
 
-GIB = 2**30
 MAX_RATIO = 1.03
 LEAST_PARAMETERS = 18e9
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WARM_UP = 3
 
 COMMON = ["--run.deterministic", "false", "--run.eval-every", "0", "--run.save-every", "0", "--run.save-last", "false"]
@@ -61,8 +58,6 @@ CASES: dict[str, dict[str, list[str]]] = {
         "small": ["--model.size", "1M", "--data.sequence", "64", "--data.batch", "1", "--run.steps", "10"],
     },
 }
-
-Row = dict[str, Any]
 
 
 def settings(case: str, size: str, folder: Path) -> tuple[TrainConfig, list[str]]:
@@ -114,7 +109,7 @@ def trained(config: TrainConfig) -> list[Row]:
 def workload(size: str, folder: Path) -> Row:
     config, arguments = settings("workload", size, folder)
     library = library_ms(config, folder)
-    forget()
+    clean_up()
     rows = trained(config)
     counted = [row["step_ms"] for row in rows[WARM_UP:] if row["step"] != config.run.observe_step]
     found = statistics.median(counted)
@@ -125,7 +120,7 @@ def workload(size: str, folder: Path) -> Row:
         "times_ms": [round(row["step_ms"], 1) for row in rows],
         "ratio": round(found / library, 4),
         "first_and_last_loss": [rows[0]["loss"], rows[-1]["loss"]],
-        **({"must": {"ratio": {"at_most": MAX_RATIO, "met": found <= MAX_RATIO * library}}} if size == "full" else {}),
+        **({"must": {"ratio": at_most(MAX_RATIO, round(found / library, 4))}} if size == "full" else {}),
     }
 
 
@@ -143,20 +138,20 @@ def largest(size: str, folder: Path) -> Row:
         "times_ms": [round(row["step_ms"], 1) for row in rows],
         "tokens_per_s": round(about["tokens_per_step"] / step_ms * 1e3, 1),
         "losses": [row["loss"] for row in rows],
-        "device_peak_gib": round(max(row["device_peak_bytes"] or 0 for row in rows) / GIB, 2),
-        "host_state_gib": round(receipt["host_state_bytes"] / GIB, 2),
-        "device_state_gib": round(receipt["device_state_bytes"] / GIB, 2),
-        "host_peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB, 2),
+        "device_peak_gib": gib(max(row["device_peak_bytes"] or 0 for row in rows)),
+        "host_state_gib": gib(receipt["host_state_bytes"]),
+        "device_state_gib": gib(receipt["device_state_bytes"]),
+        "host_peak_rss_gib": gib(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         "receipt": receipt,
         "most_by_owner_gib": most_by_owner(observed),
-        "must": {"parameters": {"at_least": LEAST_PARAMETERS, "met": about["parameters"] >= LEAST_PARAMETERS}},
+        "must": {"parameters": at_least(LEAST_PARAMETERS, about["parameters"])},
     }
 
 
 def most_by_owner(observed: Mapping[str, Any]) -> dict[str, float]:
     """The most that each owner held in the step that was observed."""
     owners: Mapping[str, list[int]] = observed.get("memory", {}).get("bytes", {})
-    return {owner: round(max(samples, default=0) / GIB, 3) for owner, samples in owners.items()}
+    return {owner: gib(max(samples, default=0)) for owner, samples in owners.items()}
 
 
 def said(arguments: list[str]) -> str:
@@ -165,31 +160,17 @@ def said(arguments: list[str]) -> str:
     return " ".join(arguments[:at] + arguments[at + 2 :])
 
 
-def forget() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+def measure(case: Case, size: str) -> Row:
+    begin = time.perf_counter()
+    clean_up()
+    with tempfile.TemporaryDirectory() as folder:
+        row = (workload if case.name == "workload" else largest)(size, Path(folder))
+    return {"case": case.name, "size": size, **row, "seconds": time.perf_counter() - begin}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The trainer against the library, and the largest model.")
-    parser.add_argument("case", nargs="*", help=f"all of them unless named: {', '.join(CASES)}")
-    parser.add_argument("--size", choices=("full", "small"), default="full")
-    options = parser.parse_args()
-    if unknown := [case for case in options.case if case not in CASES]:
-        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(CASES)}")
-    failed = []
-    for case in options.case or CASES:
-        begin = time.perf_counter()
-        try:
-            with tempfile.TemporaryDirectory() as folder:
-                row = (workload if case == "workload" else largest)(options.size, Path(folder))
-            write_row("train", {"case": case, "size": options.size, **row, "seconds": time.perf_counter() - begin})
-        except Exception:  # one case that fails must not cost the other its row
-            traceback.print_exc()
-            failed.append(case)
-        forget()
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    options = harness.parse(harness.command(__doc__), harness.cases_of(CASES))
+    harness.run("train", options.cases, lambda case: measure(case, options.size))
 
 
 if __name__ == "__main__":

@@ -7,17 +7,36 @@ loss computed in 8 checkpointed slices.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import statistics
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.anywhere import DEVICE
+import offstage
+from benchmarks.common import DEVICE, Row, gib, now, peak_bytes, reset_peak, rounded, synchronize
 
 SLICES = 8
+BATCH = 8
+MAX_NORM = 1.0
+
+IN_STEP: Mapping[str, Any] = {"master_weights": "split"}
+OVERLAP_FORWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forward": True}
+IN_BACKWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forward": True, "update_in_backward": True}
+RESIDENT: Mapping[str, Any] = {"fraction": 0.0, "master_weights": "fp32"}
+
+MOVED = ("steps", "bytes_fetched", "bytes_stored", "exposed_ms", "hidden_ms", "link_gb_per_s")
+RECEIPT_FIELDS = (*MOVED, "speculation_hits", "speculation_misses")
+
+Clip = Literal["outside", "optimizer"] | None
+"""By `torch.nn.utils.clip_grad_norm_`, by the optimizer's own method, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +47,16 @@ class Size:
     heads: int = 20
     vocabulary: int = 32_000
     sequence: int = 2048
+
+
+SIZES = {
+    "full": Size(),
+    "small": Size(blocks=2, width=64, hidden=128, heads=2, vocabulary=512, sequence=32),  # the CPU has to do it too
+}
+SMALL_CHUNKS = {"chunk_bytes": "32KiB"}  # or the small model would be a few chunks
+
+
+# The model
 
 
 class Block(nn.Module):
@@ -68,6 +97,9 @@ class Head(nn.Linear):
 class GPT(nn.Module):
     """`forward` returns the loss."""
 
+    recomputed: Collection[int] | None = None
+    """The blocks that are checkpointed, by number; all of them unless it says so."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
@@ -80,22 +112,20 @@ class GPT(nn.Module):
         return self.head(x, tokens.roll(-1, dims=1).flatten())
 
     def _through_blocks(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
+        for number, block in enumerate(self.blocks):
+            is_recomputed = self.recomputed is None or number in self.recomputed
+            x = checkpoint(block, x, use_reentrant=False) if is_recomputed else block(x)
         return x
 
 
-Kind = TypeVar("Kind", bound=GPT)
-
-
-def build(size: Size, seed: int = 0, kind: type[Kind] = GPT) -> Kind:  # type: ignore[assignment]
+def build(size: Size, seed: int = 0) -> GPT:
     """The model in bf16 on the device, initialised there."""
     torch.manual_seed(seed)
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with DEVICE:
-            model = kind(size)
+            model = GPT(size)
     finally:
         torch.set_default_dtype(previous)
     for param in model.parameters():
@@ -109,5 +139,116 @@ def tokens(size: Size, batch: int, seed: int) -> torch.Tensor:
     return torch.randint(size.vocabulary, (batch, size.sequence), generator=generator, device=DEVICE)
 
 
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+def adamw(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    params = model.parameters() if isinstance(model, nn.Module) else model
+    return torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+# Training
+
+
+class Training:
+    """A model and its optimizer, in the loop a user would write."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        size: Size,
+        *,
+        clip: Clip = "outside",
+        micro_batches: int = 1,
+        loss_scale: float | None = None,
+    ) -> None:
+        self.model, self.optimizer, self.clip = model, optimizer, clip
+        self.micro_batches, self.loss_scale = micro_batches, loss_scale
+        self.losses: list[torch.Tensor] = []
+        self.norms: list[torch.Tensor] = []
+        self.batches = itertools.cycle([tokens(size, BATCH, seed) for seed in range(8)])
+
+    def iterate(self) -> None:
+        self.forward_backward()
+        self.step()
+
+    def forward_backward(self) -> None:
+        for micro_batch in range(self.micro_batches):
+            last = micro_batch == self.micro_batches - 1
+            loss = self.model(next(self.batches))
+            with contextlib.nullcontext() if last else self.optimizer.accumulate():
+                self.backward(loss if self.loss_scale is None else loss * (self.loss_scale / self.micro_batches))
+        self.clip_gradients()
+        self.losses.append(loss.detach())
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def clip_gradients(self) -> None:
+        if self.clip == "outside":
+            self.norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM))
+        elif self.clip == "optimizer":
+            self.norms.append(self.optimizer.clip_grad_norm_(MAX_NORM))
+
+    def laps(self, iterations: int, *, to_the_end: bool = True) -> list[float]:
+        """Milliseconds from the end of each iteration to the next, on the caller's stream. The host waits at the end:
+        for all lanes, or for the caller's stream only, so that the next laps begin with updates under way."""
+        ends = [now()]
+        for _ in range(iterations):
+            self.iterate()
+            ends.append(now())
+        synchronize() if to_the_end else ends[-1].synchronize()
+        return [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
+
+    def turn(self, iterations: int) -> list[float]:
+        """The same for trainings that take turns, after one more iteration that begins with an idle link."""
+        synchronize()
+        self.iterate()
+        return self.laps(iterations)
+
+    def timed(self, iterations: int) -> Row:
+        """Mean and median time of an iteration. The host waits before the first and after the last only."""
+        synchronize()
+        start = time.perf_counter()
+        laps = self.laps(iterations)
+        mean = 1e3 * (time.perf_counter() - start) / iterations
+        return {"iteration_ms": round(mean, 1), "median_ms": round(statistics.median(laps), 1)}
+
+    def measured(self, warm_up: int, iterations: int) -> Row:
+        """Times and peaks after so many iterations that are not timed."""
+        for _ in range(warm_up):
+            self.iterate()
+        synchronize()
+        warm_up_peak = peak_bytes()
+        reset_peak()
+        found = self.timed(iterations)
+        peaks = {"peak_gib": gib(peak_bytes()), "peak_gib_since_start": gib(max(peak_bytes(), warm_up_peak))}
+        return {"warm_up": warm_up, "iterations": iterations, **found, **peaks}
+
+    def counted(self) -> Row:
+        """What the optimizer counted, and whether it trains. Waits for the device."""
+        receipt = self.optimizer.receipt()
+        return {
+            "host_state_gib": gib(receipt.host_state_bytes),
+            "receipt": {name: rounded(getattr(receipt, name, None)) for name in RECEIPT_FIELDS},
+            "fallbacks": list(receipt.fallbacks),
+            "first_and_last_loss": [rounded(float(loss)) for loss in (self.losses[0], self.losses[-1])],
+        }
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+
+def offloaded(model: nn.Module, size_name: str, config: Mapping[str, Any]) -> offstage.OffloadedOptimizer:
+    """AdamW under `offload()`."""
+    return offstage.offload(adamw(model), model, **config_for(size_name, config))
+
+
+def config_for(size_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The small model has small chunks, and its window is small too."""
+    if size_name == "full" or config.get("fraction") == 0.0:
+        return dict(config)
+    sized = str(config.get("window", "")).endswith("iB")
+    return {**config, **SMALL_CHUNKS, **({"window": "256KiB"} if sized else {})}
