@@ -27,6 +27,7 @@ from tests.support.contract import (
     one_process_group,
     snapshot,
     train,
+    trained,
     unchanged,
 )
 
@@ -253,8 +254,7 @@ def test_update_in_backward_with_ddp():
 
 def updated_in_backward(**config):
     """A loop in the middle of an iteration: backward has updated weights, step() has not been called."""
-    model, optimizer = offloaded_model(**SMALL, update_in_backward=True, **config)
-    train(model, optimizer, 3)
+    model, optimizer = trained(3, **SMALL, update_in_backward=True, **config)
     optimizer.zero_grad()
     loss_of(model, 3).backward()
     return model, optimizer
@@ -301,9 +301,7 @@ def test_between_backward_and_step(action, fragments):
     with one_error(offstage.OffstageError, *fragments):
         action(model, optimizer)
     optimizer.step()
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 4)
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(4), model, optimizer)
 
 
 def test_a_hyperparameter_that_changes_after_its_use():
@@ -319,8 +317,7 @@ def test_a_hyperparameter_that_changes_after_its_use():
 
 
 def test_a_weight_read_without_its_module():
-    model, optimizer = offloaded_model(**SMALL, overlap_forward=True)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, **SMALL, overlap_forward=True)
     optimizer.zero_grad()
     fragments = ["'2.weight'", "module '2'", "Expected every read", "Call synchronize() before that read"]
     with one_error(offstage.OffstageError, *fragments):
@@ -479,8 +476,7 @@ def test_step_of_the_consumed_optimizer():
 
 
 def test_step_after_close():
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    model, optimizer = trained(1)
     optimizer.close()
     loss_of(model, 1).backward()
     with unchanged(model, optimizer), pytest.raises(offstage.OffstageError, match="closed") as info:
@@ -580,8 +576,7 @@ def reshape(model):
     ],
 )
 def test_model_changed_after_offload(change, before, now):
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     optimizer.zero_grad()
     change(model)
     for param in model.parameters():
@@ -648,18 +643,15 @@ BAD_CHECKPOINTS = [
 
 @pytest.mark.parametrize(("damage", "fragments"), BAD_CHECKPOINTS, ids=[case[0].__name__ for case in BAD_CHECKPOINTS])
 def test_checkpoints(damage, fragments):
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     saved = snapshot(optimizer)
     train(model, optimizer, range(2, 4))
     saved["param_groups"][0]["lr"] = 123.0
     damage(saved)
     with unchanged(model, optimizer), one_error(ConfigError, *fragments):
         optimizer.load_state_dict(saved)
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 5)
     train(model, optimizer, range(4, 5))  # training goes on as if nothing had been asked
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(5), model, optimizer)
 
 
 @pytest.mark.parametrize("damage", [wrong_shape, missing_key], ids=["shape", "missing key"])

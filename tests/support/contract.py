@@ -112,6 +112,23 @@ def offloaded_model(
     return model, offstage.offload(make(model.parameters()), model, **(config or SMALL))
 
 
+def trained(
+    steps: range | int, make: MakeOptimizer = adamw, **arguments: Any
+) -> tuple[nn.Module, offstage.OffloadedOptimizer]:
+    """An `offloaded_model` after some steps."""
+    model, optimizer = offloaded_model(make, **arguments)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def trained_twins(steps: range | int, make: MakeOptimizer = adamw, **arguments: Any) -> Any:
+    """A `twin` after some steps of both."""
+    plain_model, plain, model, optimizer = twin(make, **arguments)
+    train(plain_model, plain, steps)
+    train(model, optimizer, steps)
+    return plain_model, plain, model, optimizer
+
+
 def lazily_offloaded(
     make: MakeOptimizer = adamw, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> tuple[nn.Module, offstage.OffloadedOptimizer, LazyLanes]:

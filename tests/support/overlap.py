@@ -140,7 +140,8 @@ def _look(run: Run, *, before_step: bool) -> None:
         if not before_step:
             run.updates_left_to_forward += len(engine.pending)
             continue
-        run.chunks_fetched_in_backward += len(engine._pipeline.staged)
+        if engine._pipeline is not None:  # there is none where all is updated on the host
+            run.chunks_fetched_in_backward += len(engine._pipeline.staged)
         if engine._round is not None:
             run.chunks_updated_in_backward += len(engine._round.done)
 
