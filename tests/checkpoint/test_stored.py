@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,13 +179,6 @@ def test_a_tensor_that_requires_grad_can_be_read_into(stock):
     with Stored(stock) as folder:
         folder.read("plain", full_box(weight), weight)
     assert torch.equal(weight.detach(), STOCK["plain"])
-
-
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_plain_adamw_under_fsdp2(process_group, tmp_path):
