@@ -25,7 +25,16 @@ from benchmarks.overlap_bits import SETTINGS, SMALL, Checked, Run, batches, buil
 from offstage.errors import OffstageError, StepLostError
 from offstage.lanes.lanes import Lane, use_lanes
 from offstage.planning.plan import Placement
-from tests.support.gates import DEVICE, Elsewhere, Forgetful, assert_same, is_a_race, run_gates
+from tests.support.gates import (
+    DEVICE,
+    DeviceMemory,
+    Elsewhere,
+    Forgetful,
+    assert_same,
+    is_a_race,
+    run_gates,
+    steps_on_three_streams,
+)
 from tests.support.lives import end_step
 from tests.support.params import copy_weights, result, set_gradients, steps
 from tests.support.params import equal as same
@@ -162,14 +171,12 @@ def test_all_on_the_host_takes_no_device_memory() -> None:
     params = make_params(shapes=((2048, 2048),) * 4)
     for param in params:
         param.grad = torch.zeros_like(param)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    memory = DeviceMemory()
     optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="8MiB", update_on="host")
     for _ in range(3):
         optimizer.step()
     optimizer.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
+    assert memory.peak_growth() <= 64 * 1024
     assert optimizer.receipt().device_state_bytes == 0
 
 
@@ -505,20 +512,7 @@ def test_gradients_may_be_freed_and_overwritten_at_once() -> None:
 
     def live(config: dict[str, Any]) -> list[torch.Tensor]:
         params, optimizer = make(config)
-        streams = [torch.cuda.Stream() for _ in range(3)]
-        generator = torch.Generator(DEVICE).manual_seed(1)
-        for step in range(9):
-            stream = streams[step % 3]
-            stream.wait_stream(streams[(step - 1) % 3])
-            stream.wait_stream(torch.cuda.default_stream())
-            with torch.cuda.stream(stream):
-                for param in params:
-                    param.grad = torch.randn(param.shape, device=DEVICE, generator=generator)
-                optimizer.step()
-                optimizer.zero_grad()
-                for _ in range(16):
-                    torch.full((300, 100), torch.nan, device=DEVICE)
-        torch.cuda.synchronize()
+        steps_on_three_streams(params, optimizer, 9)
         return result(params, optimizer)
 
     with use_lanes(lambda device: DelayedLanes(device, Lane.LOWER)):

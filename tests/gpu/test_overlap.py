@@ -33,7 +33,16 @@ from benchmarks.overlap_bits import (
 from benchmarks.steady_state import OVERLAP_CASES, overlap_steady_state
 from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lane, use_lanes
-from tests.support.gates import DEVICE, STEPS, Elsewhere, Forgetful, assert_same, is_a_race, run_gates
+from tests.support.gates import (
+    DEVICE,
+    STEPS,
+    Elsewhere,
+    Forgetful,
+    assert_same,
+    is_a_race,
+    no_synchronisation,
+    run_gates,
+)
 from tests.support.lives import end_step
 from tests.support.params import equal as same
 from tests.support.params import result as result_of
@@ -388,12 +397,8 @@ def test_no_synchronisation_no_growth_and_no_new_streams(name: str) -> None:
 def test_the_debug_mode_notices_a_synchronisation() -> None:
     """The control of the test before."""
     value = torch.ones(1, device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            value.item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_synchronisation(), pytest.raises(RuntimeError, match="synchronizing"):
+        value.item()
 
 
 # Streams

@@ -73,3 +73,48 @@ class Elsewhere:
         with torch.cuda.stream(self.stream):
             yield
         torch.cuda.current_stream().wait_stream(self.stream)
+
+
+class DeviceMemory:
+    """By how much device memory has grown: for good, and for a while."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        self._before = torch.cuda.memory_allocated()
+
+    def growth(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated() - self._before
+
+    def peak_growth(self) -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - self._before
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Torch raises at whatever makes the host wait for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def steps_on_three_streams(params: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Each step from another stream; gradients are freed and their memory is overwritten right after it."""
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    for step in range(steps):
+        stream = streams[step % 3]
+        stream.wait_stream(streams[(step - 1) % 3])
+        stream.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(stream):
+            for param in params:
+                param.grad = torch.randn(param.shape, device=DEVICE, generator=generator)
+            optimizer.step()
+            optimizer.zero_grad()
+            for param in [*params, *params]:
+                torch.full(param.shape, torch.nan, device=DEVICE)  # takes the gradients' memory
+    torch.cuda.synchronize()
