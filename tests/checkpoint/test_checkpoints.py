@@ -45,6 +45,7 @@ from offstage.rules import adamw
 from tests.support.contract import CLASSES, SMALL, assert_same_tree, one_process_group, unchanged
 from tests.support.contract import adamw as adamw_of
 from tests.support.lives import end_step
+from tests.support.refusals import refused
 from tests.support.slow_writer import LONGEST_S, SlowWriter, held_back
 from tests.support.training import THREADED, lazily
 
@@ -794,16 +795,6 @@ def join_savers():
     for thread in threading.enumerate():
         if thread.name == "offstage-save":
             thread.join(LONGEST_S)
-
-
-def refused(error, action, *fragments):
-    """`action` raises one clear error."""
-    with pytest.raises(error) as raised:
-        action()
-    assert type(raised.value) is error
-    for fragment in fragments:
-        assert fragment in str(raised.value), str(raised.value)
-    return raised.value
 
 
 def with_frozen_rest():

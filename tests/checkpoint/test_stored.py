@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stored: any box of a folder that stock DCP or offstage's archives make up, from mapped files, running no code."""
 
+import functools
 import io
 import itertools
 import math
@@ -31,7 +32,10 @@ from offstage.checkpoint.archive import ALIGN, write_tensor
 from offstage.checkpoint.parts import Box
 from offstage.checkpoint.stored import Stored
 from offstage.errors import CheckpointError
+from tests.support import refusals
+from tests.support.refusals import Runs
 
+refused = functools.partial(refusals.refused, CheckpointError)
 DATA = "__0_0.distcp"
 
 
@@ -317,13 +321,6 @@ def _anonymous_bytes() -> int:
 # What is wrong is refused #
 
 
-def refused(action, *fragments) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        action()
-    for fragment in fragments:
-        assert fragment in str(raised.value)
-
-
 def test_names_that_are_not_there(chunked):
     folder, _ = chunked
     with Stored(folder) as opened:
@@ -394,16 +391,6 @@ def test_objects_that_are_not_plain_data(tmp_path):
     with Stored(folder) as opened:
         refused(lambda: opened.object("bad"), DATA, "'bad'", "weights_only")
     assert not (tmp_path / "ran").exists()
-
-
-class Runs:
-    """Unpickled by an ordinary unpickler, it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("where", ["alone", "in the planner's data", "as a size"])

@@ -28,7 +28,6 @@ from offstage.planning.plan import HOST_SLOTS, Placement
 from tests.support import overlap as overlap_training
 from tests.support.contract import assert_same_tree, one_process_group, saved_and_loaded
 from tests.support.lives import CPU, end_step
-from tests.support.overlap import differences
 from tests.support.params import (
     ON_HOST,
     RESIDENT,
@@ -43,6 +42,7 @@ from tests.support.params import (
     steps,
 )
 from tests.support.random_lives import Iterations, Steps, assert_same_ends, events_of
+from tests.support.runs import differences
 from tests.support.threaded_lanes import host_threads, with_threads
 from tests.support.torch_classes import CASES, assert_masters_equal, same_class_run, shapes_for, train_class
 from tests.support.training import THREADED, lazily
@@ -100,10 +100,10 @@ def assert_on_host(run, setting, share, clip):
     assert (on_host > 0) == (share > 0)
     assert (plan.bytes_of(Placement.STREAMED) > 0) == (share < 1)
     assert run.optimizer._engines[CPU].bytes_updated_on_host == STEPS * on_host
-    assert (run.updates_left_to_forward > 0) == bool(config.get("overlap_forward"))
+    assert (run.left_to_forward > 0) == bool(config.get("overlap_forward"))
     # Updates on the host are not speculative: with clipping, step() makes them.
     early = config.get("update_in_backward") and (share < 1 or clip == "none")
-    assert (run.chunks_updated_in_backward > 0) == bool(early)
+    assert (run.updated_in_backward > 0) == bool(early)
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.overlap import WIDTH, differences, train
+from tests.support.overlap import WIDTH, train
+from tests.support.runs import differences
 from tests.support.training import groups_of, lazily
 
 SETTINGS = [
@@ -47,9 +48,9 @@ def plain(clip, micro_batches, checkpointing):
 def assert_overlapped(run, config, clip):
     """The run cannot have been a plain one."""
     early = config.get("update_in_backward")
-    assert (run.chunks_updated_in_backward > 0) == bool(early)
-    assert (run.chunks_fetched_in_backward > 0) == bool(config.get("window") and not early)
-    assert (run.updates_left_to_forward > 0) == bool(config.get("overlap_forward"))
+    assert (run.updated_in_backward > 0) == bool(early)
+    assert (run.fetched_in_backward > 0) == bool(config.get("window") and not early)
+    assert (run.left_to_forward > 0) == bool(config.get("overlap_forward"))
     receipt = run.receipt
     assert (receipt.speculation_hits > 0) == bool(early and clip in ("never", "sometimes"))
     assert (receipt.speculation_misses > 0) == bool(early and clip in ("sometimes", "always"))

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from tests.support.training import groups_of, lazily, same_bits
+from tests.support.runs import Run, differences, local, look
+from tests.support.runs import keep as take_down
+from tests.support.training import Block as AnyBlock
+from tests.support.training import groups_of, lazily
 
 WIDTH = 28
 VOCABULARY = 67
@@ -156,15 +159,7 @@ class Mixture(nn.Module):
         return self.head(lines * self.scale.mean().to(lines.dtype)).unflatten(0, tokens.shape)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+Block = functools.partial(AnyBlock, WIDTH, 4)
 
 
 class Plain(nn.Module):
@@ -299,20 +294,6 @@ MAX_NORM = 1.0
 """Losses of most steps are a thousandth of the others', so that gradients are clipped in some steps only."""
 
 
-@dataclass
-class Run:
-    """What a run left on this rank, and how much of it happened outside `step()`."""
-
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    state: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
-    norms: list[torch.Tensor] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    receipt: Any = None
-    updated_in_backward: int = 0
-    fetched_in_backward: int = 0
-    left_to_forward: int = 0
-
-
 def train(
     make: Callable[[], nn.Module],
     config: dict[str, Any] | None,
@@ -396,54 +377,15 @@ def _copies(tensor: torch.Tensor) -> int:
     return dist.get_world_size() // parts
 
 
-def look(run: Run, optimizers: Sequence[torch.optim.Optimizer], *, before_step: bool) -> None:
-    """Count what is under way outside `step()`, from the engines' own books."""
-    for engine in [engine for optimizer in _offloaded(optimizers) for engine in optimizer.engines]:
-        if not before_step:
-            run.left_to_forward += len(engine.pending)
-            continue
-        run.fetched_in_backward += len(engine._pipeline.staged) if engine._pipeline is not None else 0
-        run.updated_in_backward += len(engine._round.done) if engine._round is not None else 0
-
-
 def keep(run: Run, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Take down what the run has come to, and end it."""
-    for optimizer in _offloaded(optimizers):
-        optimizer.synchronize()
-        run.receipt = optimizer.receipt()
-    run.weights = {name: local(param.detach()).clone() for name, param in model.named_parameters()}
-    run.state = {
-        (number, index, name): local(torch.as_tensor(value)).clone()
-        for number, optimizer in enumerate(optimizers)
-        for index, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
-    for optimizer in _offloaded(optimizers):
-        optimizer.close()
-
-
-def _offloaded(optimizers: Sequence[torch.optim.Optimizer]) -> list[offstage.OffloadedOptimizer]:
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, offstage.OffloadedOptimizer)]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    take_down(run, model, optimizers)
+    for optimizer in optimizers:
+        if isinstance(optimizer, offstage.OffloadedOptimizer):
+            optimizer.close()
 
 
 # Comparison
-
-
-def differences(expected: Run, found: Run) -> list[str]:
-    """What of two runs on this rank is not equal bit for bit: weights, state, norms."""
-    named = [
-        f"weight {name}" for name in expected.weights if not same_bits(expected.weights[name], found.weights[name])
-    ]
-    if expected.state.keys() != found.state.keys():
-        named.append(f"state keys {expected.state.keys() ^ found.state.keys()}")
-    both = expected.state.keys() & found.state.keys()
-    named += [f"state {key}" for key in both if not same_bits(expected.state[key], found.state[key])]
-    norms = zip(expected.norms, found.norms, strict=True)
-    return named + [f"norm of step {step}" for step, (a, b) in enumerate(norms) if not same_bits(a, b)]
 
 
 def far(expected: Run, found: Run) -> list[str]:

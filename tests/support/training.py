@@ -40,6 +40,17 @@ class Model(nn.Module):
         return self.narrow(torch.relu(self.wide(x))) * self.scale + self.empty.sum()
 
 
+class Block(nn.Module):
+    def __init__(self, width: int, times: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, times * width)
+        self.down = nn.Linear(times * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
