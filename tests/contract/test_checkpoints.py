@@ -27,10 +27,12 @@ from tests.support.contract import (
     TWO_KEYS,
     adamw,
     assert_same,
+    assert_same_future,
     assert_same_tree,
     assert_same_weights,
     make_model,
     offloaded_model,
+    resumed,
     saved_and_loaded,
     snapshot,
     train,
@@ -57,9 +59,7 @@ def test_loading_keeps_fp32_masters_and_moments():
             assert value.dtype == torch.float32
             assert torch.equal(other.state[param][key], value)
         assert other.state[param]["exp_avg"].data_ptr() == places[id(param)]
-    train(model, optimizer, range(3, 5))
-    train(other_model, other, range(3, 5))
-    assert_same(model, optimizer, other_model, other)
+    assert_same_future((model, optimizer), (other_model, other), range(3, 5))
 
 
 def test_loading_does_not_keep_the_checkpoint():
@@ -144,9 +144,7 @@ def test_dcp_sets_a_fresh_optimizer(name, dtype):
     other_model, other = offloaded_model(dtype=dtype, **SMALL, fraction=0.5)
     other_model.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other_model, other, optim_state_dict=saved, options=options)
-    train(model, optimizer, range(3, 5))
-    train(other_model, other, range(3, 5))
-    assert_same(model, optimizer, other_model, other)
+    assert_same_future((model, optimizer), (other_model, other), range(3, 5))
 
 
 def test_dcp_checkpoints_go_between_plain_torch_and_offload():
@@ -157,16 +155,12 @@ def test_dcp_checkpoints_go_between_plain_torch_and_offload():
     set_optimizer_state_dict(
         model, optimizer, optim_state_dict=copy.deepcopy(get_optimizer_state_dict(plain_model, plain))
     )
-    train(model, optimizer, range(3, 5))
-    train(plain_model, plain, range(3, 5))
-    assert_same(plain_model, plain, model, optimizer)
+    assert_same_future((model, optimizer), (plain_model, plain), range(3, 5))
     back_model = make_model()
     back = adamw(back_model.parameters())
     model_state, state = get_state_dict(model, optimizer)
     set_state_dict(back_model, back, model_state_dict=model_state, optim_state_dict=copy.deepcopy(state))
-    train(back_model, back, range(5, 7))
-    train(plain_model, plain, range(5, 7))
-    assert_same(plain_model, plain, back_model, back)
+    assert_same_future((back_model, back), (plain_model, plain), range(5, 7))
 
 
 @pytest.mark.parametrize(("dtype", "config"), [(torch.float32, SMALL), (torch.bfloat16, MASTERS["split"])])
@@ -180,9 +174,7 @@ def test_dcp_saves_and_loads_files(tmp_path, dtype, config):
     holder = {"model": weights, "optimizer": state}
     dcp.load(holder, checkpoint_id=tmp_path, no_dist=True)
     set_state_dict(other_model, other, model_state_dict=holder["model"], optim_state_dict=holder["optimizer"])
-    train(model, optimizer, range(3, 5))
-    train(other_model, other, range(3, 5))
-    assert_same(model, optimizer, other_model, other)
+    assert_same_future((model, optimizer), (other_model, other), range(3, 5))
 
 
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
@@ -223,9 +215,7 @@ def test_dcp_initialises_every_class(name):
 def test_save_at_one_plan_load_at_any_other(source, target):
     """“Save at one plan, load at any other: fraction, chunk size, …, none at all”."""
     model, optimizer = trained(2, **PLANS[source])
-    other_model, other = offloaded_model(**PLANS[target])
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    other_model, other = resumed(model, optimizer, **PLANS[target])
     train(other_model, other, range(2, 4))
     assert_same(*trained(4, **PLANS["off"]), other_model, other)
 
@@ -253,9 +243,7 @@ def test_masters_between_formats(source, target, optimizer_first):
 def test_a_checkpoint_without_masters(target):
     """“Save at one plan, load at any other: … none at all”: masters start from the weights."""
     model, optimizer = trained(2, dtype=torch.bfloat16, **SMALL, master_weights="none")
-    other_model, other = offloaded_model(dtype=torch.bfloat16, **MASTERS[target])
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    other_model, other = resumed(model, optimizer, dtype=torch.bfloat16, **MASTERS[target])
     for param in other_model.parameters():
         assert torch.equal(other.state[param]["master_weight"], param.float())
         assert other.state[param]["step"] == 2
@@ -264,9 +252,7 @@ def test_a_checkpoint_without_masters(target):
 def test_a_checkpoint_with_masters_loads_where_there_are_none():
     """“Save at one plan, load at any other: … none at all”: moments and step arrive, masters are left out."""
     model, optimizer = trained(2, dtype=torch.bfloat16)
-    other_model, other = offloaded_model(dtype=torch.bfloat16, **SMALL, master_weights="none")
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    other_model, other = resumed(model, optimizer, dtype=torch.bfloat16, **SMALL, master_weights="none")
     for param, theirs in zip(other_model.parameters(), model.parameters(), strict=True):
         assert other.state[param].keys() == TWO_KEYS
         assert torch.equal(other.state[param]["exp_avg"], optimizer.state[theirs]["exp_avg"])
@@ -375,9 +361,7 @@ def test_an_interrupted_load_leaves_the_old_state(damage):
     with unchanged(model, optimizer), pytest.raises(offstage.ConfigError):
         optimizer.load_state_dict(saved)
     reference_model, reference = trained(4)
-    train(reference_model, reference, range(4, 6))
-    train(model, optimizer, range(4, 6))
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same_future((reference_model, reference), (model, optimizer), range(4, 6))
 
 
 def test_a_load_that_needs_more_host_memory_than_allowed_leaves_the_old_state():

@@ -14,6 +14,7 @@ from tests.support.contract import (
     TORCH,
     adamw,
     assert_same,
+    assert_same_future,
     assert_same_optimizer,
     batch,
     loss_of,
@@ -287,6 +288,4 @@ def test_step_counts_only_successful_steps(monkeypatch):
         patch.setattr(optimizer.rule, "begin", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
         with unchanged(model, optimizer), pytest.raises(MemoryError, match="no room"):
             optimizer.step()
-    train(model, optimizer, range(2, 4))
-    train(plain_model, plain, range(2, 4))
-    assert_same(plain_model, plain, model, optimizer)
+    assert_same_future((model, optimizer), (plain_model, plain), range(2, 4))

@@ -29,6 +29,7 @@ from tests.support.contract import (
     loss_of,
     make_model,
     offloaded_model,
+    resumed,
     saved_and_loaded,
     snapshot,
     train,
@@ -68,9 +69,7 @@ def test_state_dict_goes_to_plain_torch_and_back(name):
     middle = CLASSES[name](middle_model.parameters())
     middle.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     train(middle_model, middle, range(2, 4))
-    last_model, last = offloaded_model(CLASSES[name], **TORCH)
-    last_model.load_state_dict(middle_model.state_dict())
-    last.load_state_dict(saved_and_loaded(middle.state_dict()))
+    last_model, last = resumed(middle_model, middle, CLASSES[name], **TORCH)
     train(last_model, last, range(4, 6))
     assert_same(plain_model, plain, last_model, last)
 

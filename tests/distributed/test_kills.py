@@ -14,6 +14,7 @@ from torch import nn
 import offstage
 from offstage import checkpoint
 from offstage.errors import CheckpointError
+from tests.support.lives import end_step
 from tests.support.ranks import RankError
 
 KILLS = 20
@@ -29,8 +30,7 @@ def build():
 def step(model, optimizer, number):
     generator = torch.Generator().manual_seed(number)
     model(torch.randn(2, 300, generator=generator).to(torch.bfloat16)).float().pow(2).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    end_step(optimizer)
 
 
 def go_on(root, kill_after=None, *, asynchronous=False):

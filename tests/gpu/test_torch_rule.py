@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import offstage
+from tests.support.lives import end_step
 from tests.support.params import equal, make_params, result
 from tests.support.torch_classes import CASES as HOST_CASES
 
@@ -27,8 +28,7 @@ def _train(cls: type, options: dict, dtype: torch.dtype, config: dict | None) ->
     for _ in range(6):
         for param in params:
             param.grad = torch.randn_like(param)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
     return result(params, optimizer)
 
 

@@ -226,8 +226,7 @@ def test_two_models_with_an_optimizer_each(seed):
     for number in range(5):
         expected[1](expected[0](inputs(number))).pow(2).mean().backward()
         for optimizer in plains:
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
     for a, b, c, d in zip(expected, plains, models, optimizers, strict=True):
         assert_same(a, b, c, d)
     optimizers[0].close()

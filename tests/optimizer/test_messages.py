@@ -31,6 +31,7 @@ from tests.support.contract import (
     trained,
     unchanged,
 )
+from tests.support.lives import end_step
 
 ConfigError = offstage.ConfigError
 
@@ -429,8 +430,7 @@ def test_sparse_parameter_gradient():
     optimizer = offstage.offload(adamw(model.parameters()), model, **SMALL)
     for module in model.parameters():
         module.grad = torch.ones_like(module)
-    optimizer.step()
-    optimizer.zero_grad()
+    end_step(optimizer)
     model["first"](model["table"](torch.tensor([2, 5]))).sum().backward()
     fragments = ["'table.weight'", "sparse gradient", "expected a dense one", "nn.Embedding(sparse=False)"]
     with unchanged(model, optimizer), one_error(ConfigError, *fragments):

@@ -15,7 +15,7 @@ import offstage
 from offstage.errors import ConfigError, OffstageError, StepLostError
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from tests.support.contract import SMALL, adamw, assert_same, one_process_group, snapshot
-from tests.support.lives import CPU, assert_same_lives, end_step, fail_at, inputs, iterate, loss_of, stack
+from tests.support.lives import CPU, assert_same_lives, clip_to, end_step, fail_at, inputs, iterate, loss_of, stack
 from tests.support.training import lazily
 
 BACKWARD = {**SMALL, "update_in_backward": True}
@@ -119,8 +119,7 @@ def test_a_dropped_gradient_looks_like_the_gradient_it_was():
 def test_after_step_there_are_no_dropped_gradients(config, clip):
     """`step()` takes them away: `p.grad` is None, or a gradient that clipping gave back."""
     model, optimizer = between(config, clip)
-    if clip is not None:
-        optimizer.clip_grad_norm_(clip)
+    clip_to(optimizer, clip)
     optimizer.step()
     assert not any(dropped(model))
     if clip != 1e-6:
@@ -146,8 +145,7 @@ def test_what_is_left_to_step(clip):
         left = [param for param in model.parameters() if not isinstance(param.grad, DroppedGradient)]
         assert bool(left) is (config is BOTH)
         assert all(param is kept for param, kept in zip(model.parameters(), left, strict=False))
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
+        clip_to(optimizer, clip)
         optimizer.step()
 
 
@@ -291,8 +289,7 @@ def test_a_forward_between_backward_and_step_raises(config, clip):
             loss_of(model, 4)
         for fragment in ("'0'", "between backward and step()", "optimizer.accumulate()", "step() first"):
             assert fragment in str(info.value)
-    if clip is not None:
-        optimizer.clip_grad_norm_(clip)
+    clip_to(optimizer, clip)
     optimizer.step()
     loss_of(model, 4)
     optimizer.synchronize()
@@ -331,8 +328,7 @@ def test_waiting_between_backward_and_step_changes_nothing(action, clip, seed):
     with lazily(seed):
         model, optimizer = between(BOTH, clip=clip)
         getattr(optimizer, action)()
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
+        clip_to(optimizer, clip)
         getattr(optimizer, action)()
         end_step(optimizer)
         getattr(optimizer, action)()
@@ -406,8 +402,7 @@ def test_a_gradient_set_by_hand_for_a_frozen_parameter(when, clip, seed):
             model(inputs(number, 8)).pow(2).mean().backward()
             if when == "after backward":
                 model[1].weight.grad = torch.ones(8, 8)
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
+            clip_to(optimizer, clip)
             if when == "after clipping":
                 model[1].weight.grad = torch.ones(8, 8)
             end_step(optimizer)
@@ -456,8 +451,7 @@ def test_parameters_removed_from_their_group(config, clip):
         group["params"] = [param for param in group["params"] if id(param) not in removed]
         for number in range(3, 6):
             loss_of(model, number).backward()
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
+            clip_to(optimizer, clip)
             optimizer.step()
             model.zero_grad()
 
@@ -617,8 +611,7 @@ def test_closure(config, clip):
             optimizer.zero_grad()
             loss = loss_of(model, number)
             loss.backward()
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
+            clip_to(optimizer, clip)
             return loss
 
         return [optimizer.step(functools.partial(closure, number)).detach() for number in range(5)]

@@ -14,6 +14,7 @@ from benchmarks.overlap_bits import SMALL, Run, mismatches, train
 from offstage.errors import RaceError
 from offstage.lanes.lanes import Lane
 from offstage.lanes.testing.checked import CheckedLanes
+from tests.support.lives import end_step
 
 DEVICE = "cuda"
 STEPS = 8
@@ -113,8 +114,7 @@ def steps_on_three_streams(params: list[torch.nn.Parameter], optimizer: torch.op
         with torch.cuda.stream(stream):
             for param in params:
                 param.grad = torch.randn(param.shape, device=DEVICE, generator=generator)
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
             for param in [*params, *params]:
                 torch.full(param.shape, torch.nan, device=DEVICE)  # takes the gradients' memory
     torch.cuda.synchronize()

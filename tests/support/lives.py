@@ -30,10 +30,14 @@ def loss_of(model: nn.Module, number: int) -> torch.Tensor:
     return model(inputs(number).to(next(model.parameters()).dtype)).float().pow(2).mean()
 
 
+def clip_to(optimizer: Any, max_norm: float | None) -> None:
+    if max_norm is not None:
+        optimizer.clip_grad_norm_(max_norm)
+
+
 def end_step(optimizer: Any, clip: float | None = None) -> None:
     """What follows backward in a loop."""
-    if clip is not None:
-        optimizer.clip_grad_norm_(clip)
+    clip_to(optimizer, clip)
     optimizer.step()
     optimizer.zero_grad()
 

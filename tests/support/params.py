@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offstage
+from tests.support.lives import end_step
 from tests.support.training import same_bits
 
 SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
@@ -50,8 +51,7 @@ def steps(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, numb
     """Gradients depend on the number of the step alone."""
     for number in numbers:
         set_gradients(params, number)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
 
 
 def result(params: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

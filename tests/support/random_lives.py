@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
+from tests.support.lives import end_step
 from tests.support.training import same_bits
 
 
@@ -69,8 +70,7 @@ class Steps:
             for i, param in enumerate(params):
                 grad = self.draw(tuple(param.shape)).to(param.dtype)
                 param.grad = grad if (number >> i % 8) & 1 else None
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
         elif event == "read":
             assert set(optimizer.state[chosen]) <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_weight"}
         elif event == "save and load":
@@ -146,8 +146,7 @@ class Iterations:
         if max_norm is not None:
             self.optimizer.clip_grad_norm_(max_norm)
         self.move(self.in_between)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        end_step(self.optimizer)
 
     def move(self, what: str) -> None:
         """Things that may be done at any time and change nothing."""
@@ -177,9 +176,7 @@ class Iterations:
             self.finish_iteration()
         elif event == "not finite" and self.clip is not None:
             (self.loss(number) * float("nan")).backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer, 1.0)
         elif event == "by hand":
             for i, param in enumerate(params):
                 param.grad = self.draw(*param.shape) if (number >> i % 8) & 1 else None

@@ -20,6 +20,7 @@ from offstage.train.learning_rate import learning_rate
 from offstage.train.loop import NotFiniteError
 from offstage.train.model import build as build_model
 from tests.support import stand_in
+from tests.support.lives import end_step
 from tests.support.ranks import RankError
 from tests.support.trainer import PLANS, differences, losses_of, rows_of, tensors_of, train, train_there, values_of
 
@@ -102,8 +103,7 @@ def plainly_trained(config, corpus):
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         losses.append(loss.item())
         if step == EARLY:
             weights = {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -25,6 +25,7 @@ from offstage.train.lane_spans import DeviceTrace, busy_ms, link_use, merged, sp
 from offstage.train.memory_by_owner import OWNERS, Owners
 from offstage.train.observe import Observer
 from tests.support.contract import assert_same_weights
+from tests.support.lives import end_step
 from tests.support.training import same_bits
 
 CPU = torch.device("cpu")
@@ -91,8 +92,7 @@ class Training:
         mark("backward")
         loss.backward()
         mark("step")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        end_step(self.optimizer)
 
     def iterate_times(self, steps: int) -> Training:
         for _ in range(steps):
