@@ -198,7 +198,7 @@ def test_around_4_gib(beyond, tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("writer", ["offstage", "torch"])
 def test_headers_of_items_in_a_file(dtype, writer):
-    """Several items one after another, whoever wrote them."""
+    """Several items one after another, written by torch or by offstage."""
     file = io.BytesIO()
     items = []
     for size in SIZES:

@@ -556,7 +556,7 @@ def test_two_saves_in_a_row(setting, kind, slow, monkeypatch, tmp_path):
 
 
 def let_go_on_when_waited_for(slow, monkeypatch):
-    """The writer stands still until somebody waits for it; the event says that somebody did."""
+    """The writer stands still until a caller waits for it; the event says that one did."""
     waited = threading.Event()
 
     def watched(real):
@@ -738,7 +738,7 @@ def test_a_writer_that_fails_lets_go_of_everything(setting, kind, slow, full_dis
     join_savers()
     gc.collect()
     assert not [one for one in arenas if one() is not None]
-    soon(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # nobody is waited for
+    soon(lambda: optimizer.load_state_dict(optimizer.state_dict()))  # which waits for no save
     full_disk(False)
     soon(lambda: checkpoint.async_save(tmp_path / "saved", model, optimizer).result(LONGEST_S))
     assert_same_tree(loaded_from(tmp_path / "saved"), plainly(clip, 7))
@@ -1324,7 +1324,7 @@ def test_a_malicious_object_is_refused_and_not_run(name, monkeypatch, tmp_path):
     for checksums in (True, False):
         refused_load(tmp_path / "saved", *trained(), name, ".distcp", checksums=checksums)
     assert not (tmp_path / "ran").exists()
-    with open(tmp_path / "proof", "wb") as file:  # it would run, if anybody let it
+    with open(tmp_path / "proof", "wb") as file:  # an ordinary unpickler would run it
         pickle.dump(Malicious(tmp_path / "ran"), file)
     with open(tmp_path / "proof", "rb") as file:
         pickle.load(file)
@@ -1747,7 +1747,7 @@ step(model, optimizer)
 def test_memory_of_a_load_and_a_save_at_the_end_of_the_process(tmp_path):
     """31 MiB of split state in eight parameters and four threads: no more than a chunk of 8 MiB beside the arenas.
 
-    A save that nobody waits for is complete when the interpreter has ended.
+    A save that is not waited for is complete when the interpreter has ended.
     """
     environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
     run = subprocess.run(

@@ -574,7 +574,7 @@ def names_and_shapes(folder):
 
 
 def test_all_ranks_have_the_same_names_in_the_same_order(ranks, tmp_path):
-    """Also where one of them has no state for a parameter: they gather name by name, and nobody may wait for ever."""
+    """Also where one of them has no state for a parameter: they gather name by name, and no rank may wait for ever."""
     (first, full), (second, _) = ranks.run(2, names_and_shapes, tmp_path / "saved", timeout=30)
     keys = ["step", "master_weight", "exp_avg", "exp_avg_sq"]
     assert first == second

@@ -197,7 +197,7 @@ def test_lazy_lanes(ranks, seed):
     ids=["empty", "below min_bytes"],
 )
 def test_ranks_without_anything_to_move(ranks, rows, min_bytes, moves):
-    """The last of four ranks has no row at all: it trains with the others, and nobody is told that nothing moves."""
+    """The last of four ranks has no row at all: it trains with the others, and no message says that nothing moves."""
     answers = ranks.run(4, train_rows, rows, min_bytes)
     assert [moved > 0 for _, _, moved in answers] == moves
     assert [state for _, state, _ in answers] == [2 * 2048 * n for n in ([1, 1, 1, 0] if rows == 3 else [2, 2, 1, 0])]
@@ -223,7 +223,7 @@ def train_rows(rows, min_bytes):
 
 
 def test_gradients_on_one_rank_only(ranks):
-    """An expert that saw tokens on one rank: nobody waits for the other, and the norm is that of what there is."""
+    """An expert that saw tokens on one rank: no rank waits for the other, and the norm is that of what there is."""
     assert ranks.run(2, clip_with_gradients_on_one_rank) == [(5.0, True), (5.0, False)]
 
 
@@ -244,7 +244,7 @@ def clip_with_gradients_on_one_rank():
 
 @pytest.mark.parametrize("case", ["FSDP2", "sequence"])
 def test_ranks_may_differ_in_what_they_update_early(ranks, case):
-    """Which updates backward has time for is each rank's own measurement. Nobody may wait for another's."""
+    """Which updates backward has time for is each rank's own measurement. No rank may wait for another's."""
     assert ranks.run(2, compare_uneven_early, case, timeout=30) == [([], True), ([], False)]
 
 

@@ -62,7 +62,7 @@ def uninterrupted(steps):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
 def test_killed_at_random_moments(ranks, tmp_path, asynchronous):
-    """kill -9 anywhere in a save. Whoever comes next goes on from the last complete checkpoint, with the same bits."""
+    """kill -9 anywhere in a save. The next process goes on from the last complete checkpoint, with the same bits."""
     dice = random.Random(asynchronous)
     _, took = ranks.run(1, go_on, tmp_path, asynchronous=asynchronous)[0]
     incomplete = 0

@@ -473,7 +473,7 @@ def test_nothing_grows(config: dict[str, Any]) -> None:
 
 
 def test_step_returns_before_the_host_has_updated() -> None:
-    """With `overlap_forward` nobody waits in step(), however long the host takes."""
+    """With `overlap_forward` step() does not wait, however long the host takes."""
     data = batches(SMALL, DEVICE, 4)
     model = build(SMALL, DEVICE)
     optimizer = offloaded(model, SMALL, {"overlap_forward": True, "update_on": "host", "threads": 2})
@@ -508,7 +508,7 @@ def test_training_on_another_stream(step_too: bool) -> None:
 
 
 def test_gradients_may_be_freed_and_overwritten_at_once() -> None:
-    """Each step from another stream; the gradients' memory is taken by someone else right after step()."""
+    """Each step from another stream; the gradients' memory is overwritten right after step()."""
 
     def live(config: dict[str, Any]) -> list[torch.Tensor]:
         params, optimizer = make(config)

@@ -416,7 +416,7 @@ def test_training_on_another_stream(setting: str, clip: str, step_too: bool, lan
 
 
 class Greedy(Elsewhere):
-    """After each step the training stream fills all memory it is given, and waits for nobody before that."""
+    """After each step the training stream fills all memory it is given, and waits for no other stream before that."""
 
     def __init__(self) -> None:
         super().__init__(step_too=False)

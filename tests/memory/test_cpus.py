@@ -156,7 +156,7 @@ def test_the_tightest_ancestor_counts(tmp_path):
     put(tmp_path / "cgroup/slice/job/cpu.max", "300000 100000")
     put(tmp_path / "cgroup/slice/cpu.max", "600000 100000")
     put(tmp_path / "cpu.max", "100000 100000")  # outside the hierarchy
-    put(tmp_path / "cgroup/slice/other/cpu.max", "100000 100000")  # somebody else's
+    put(tmp_path / "cgroup/slice/other/cpu.max", "100000 100000")  # another job's
     assert quota_of(tmp_path) == 3.0
     assert usable(tmp_path, 16) == 3
 

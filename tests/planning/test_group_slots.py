@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many slots there are where nobody has said."""
+"""How many slots there are where the settings do not say."""
 
 import torch
 from torch import nn

@@ -338,7 +338,7 @@ def train(
 
 @contextlib.contextmanager
 def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, more: bool) -> Any:
-    """All micro-batches but the last: no update, and nobody need reduce yet."""
+    """All micro-batches but the last: no update, and gradients need not be reduced yet."""
     with contextlib.ExitStack() as stack:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(not more)

@@ -382,7 +382,7 @@ def test_skips_in_a_row_are_counted_over_a_resume(monkeypatch, tmp_path):
 
 
 def test_gradients_used_up_in_backward(monkeypatch, tmp_path):
-    """Nobody can look at them first without clipping: the run stops, and what is saved is from before."""
+    """Without clipping no code looks at them first: the run stops, and what is saved is from before."""
     spoil = {"steps": 12, "save_every": 2}
     original = passes.Whole.gradients
     count = [0]

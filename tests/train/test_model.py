@@ -345,7 +345,7 @@ def test_first_weights(config):
 
 def test_first_weights_depend_on_the_seed_and_the_name_only():
     one = dict(Transformer(DENSE).named_parameters())
-    torch.randn(3)  # whoever else draws does not matter
+    torch.randn(3)  # other draws do not matter
     again = Transformer(DENSE)
     again.embedding = None  # nor does what is not there
     again.reset_parameters(0)

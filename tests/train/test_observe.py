@@ -513,4 +513,4 @@ def test_the_observer_says_what_is_missing_without_a_profiler(monkeypatch, caplo
     assert any("CUPTI is in use" in note for note in observed["notes"])
     assert any("CUPTI is in use" in record.getMessage() for record in caplog.records)
     sums = [sum(sizes) for sizes in zip(*observed["memory"]["bytes"].values(), strict=True)]
-    assert set(sums) == {10**6}  # all that the allocator has given out belongs to someone
+    assert set(sums) == {10**6}  # all that the allocator has given out has an owner
