@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.contract import one_process_group
 from tests.support.ranks import Ranks
 
-# What the tests measure of this machine is nobody else's business.
+# What the tests measure of this machine is not for other programs.
 _cache = tempfile.TemporaryDirectory(prefix="offstage-tests-")
 os.environ["OFFSTAGE_CACHE"] = _cache.name
 
@@ -25,3 +26,10 @@ def ranks() -> Iterator[Ranks]:
     """Real processes: `ranks.run(2, function)`."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A gloo process group of this process alone."""
+    with one_process_group():
+        yield

@@ -8,7 +8,6 @@ import pickle
 import struct
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from offstage.checkpoint.archive import ALIGN, FileView, Header, read_header, write_tensor
 from offstage.errors import CheckpointError
+from tests.support.refusals import Runs
 
 DTYPES = [
     torch.float64,
@@ -198,7 +198,7 @@ def test_around_4_gib(beyond, tmp_path):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("writer", ["offstage", "torch"])
 def test_headers_of_items_in_a_file(dtype, writer):
-    """Several items one after another, whoever wrote them."""
+    """Several items one after another, written by torch or by offstage."""
     file = io.BytesIO()
     items = []
     for size in SIZES:
@@ -226,16 +226,6 @@ def test_headers_of_views_and_of_files_with_their_own_name(tmp_path):
             header = read_header(file, 0, path.stat().st_size)
         assert header.strides == tensor.stride()
         assert same(from_header(path.read_bytes(), header), tensor)
-
-
-class Runs:
-    """Unpickled by an ordinary unpickler, it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 def saved(obj, **options) -> bytes:

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp import fully_shard
@@ -185,13 +184,6 @@ def test_splitters():
     assert split("x.weight", weight) == named  # the map decides where it has the name
     assert split("y.weight", weight) == fused_of(weight)
     assert split("y.weight", other) is None
-
-
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_metadata_goes_on_after_fully_shard(process_group):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stored: any box of a folder that stock DCP or offstage's archives make up, from mapped files, running no code."""
 
+import functools
 import io
 import itertools
 import math
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +32,10 @@ from offstage.checkpoint.archive import ALIGN, write_tensor
 from offstage.checkpoint.parts import Box
 from offstage.checkpoint.stored import Stored
 from offstage.errors import CheckpointError
+from tests.support import refusals
+from tests.support.refusals import Runs
 
+refused = functools.partial(refusals.refused, CheckpointError)
 DATA = "__0_0.distcp"
 
 
@@ -182,13 +185,6 @@ def test_a_tensor_that_requires_grad_can_be_read_into(stock):
     assert torch.equal(weight.detach(), STOCK["plain"])
 
 
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def test_plain_adamw_under_fsdp2(process_group, tmp_path):
     """A folder of the stock stack: sharded parameters, moments and steps under their names, groups as objects."""
     torch.manual_seed(1)
@@ -325,13 +321,6 @@ def _anonymous_bytes() -> int:
 # What is wrong is refused #
 
 
-def refused(action, *fragments) -> None:
-    with pytest.raises(CheckpointError) as raised:
-        action()
-    for fragment in fragments:
-        assert fragment in str(raised.value)
-
-
 def test_names_that_are_not_there(chunked):
     folder, _ = chunked
     with Stored(folder) as opened:
@@ -402,16 +391,6 @@ def test_objects_that_are_not_plain_data(tmp_path):
     with Stored(folder) as opened:
         refused(lambda: opened.object("bad"), DATA, "'bad'", "weights_only")
     assert not (tmp_path / "ran").exists()
-
-
-class Runs:
-    """Unpickled by an ordinary unpickler, it makes a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
 
 
 @pytest.mark.parametrize("where", ["alone", "in the planner's data", "as a size"])

@@ -444,7 +444,7 @@ def test_documented_flags(page):
 
 
 def test_every_offload_setting_is_on_the_page_of_names():
-    """Whoever comes from another system finds all of ours there; the rest is ours alone."""
+    """Users of other systems find all of our settings there, except those that only we have."""
     text = (ROOT / "docs/flags.md").read_text()
     ours_alone = {"device_budget", "device_peak", "host_budget", "host_fraction", "overlap_forward"}
     missing = {one.name for one in dataclasses.fields(OffloadConfig) if one.name not in text}

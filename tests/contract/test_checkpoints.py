@@ -27,13 +27,17 @@ from tests.support.contract import (
     TWO_KEYS,
     adamw,
     assert_same,
+    assert_same_future,
     assert_same_tree,
     assert_same_weights,
     make_model,
     offloaded_model,
+    resumed,
     saved_and_loaded,
     snapshot,
     train,
+    trained,
+    trained_twins,
     twin,
     unchanged,
 )
@@ -43,8 +47,7 @@ from tests.support.contract import (
 
 def test_loading_keeps_fp32_masters_and_moments():
     """“Base `load_state_dict` casts state to the parameter's dtype (m). Ours copies into the arenas”."""
-    model, optimizer = offloaded_model(dtype=torch.bfloat16)
-    train(model, optimizer, 3)
+    model, optimizer = trained(3, dtype=torch.bfloat16)
     saved = saved_and_loaded(optimizer.state_dict())
     other_model, other = offloaded_model(dtype=torch.bfloat16)
     train(other_model, other, 1)  # it has arenas with other contents
@@ -56,15 +59,12 @@ def test_loading_keeps_fp32_masters_and_moments():
             assert value.dtype == torch.float32
             assert torch.equal(other.state[param][key], value)
         assert other.state[param]["exp_avg"].data_ptr() == places[id(param)]
-    train(model, optimizer, range(3, 5))
-    train(other_model, other, range(3, 5))
-    assert_same(model, optimizer, other_model, other)
+    assert_same_future((model, optimizer), (other_model, other), range(3, 5))
 
 
 def test_loading_does_not_keep_the_checkpoint():
     """“Ours copies into the arenas”: what happens to the loaded dict afterwards does not matter, nor to its owner."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     other_model, other = offloaded_model()
     other_model.load_state_dict(model.state_dict())
     other.load_state_dict(optimizer.state_dict())  # without a copy: both could share memory
@@ -76,8 +76,7 @@ def test_loading_does_not_keep_the_checkpoint():
 
 def test_loading_runs_the_hooks():
     """“runs the pre/post hooks”: in torch's order, and what a pre-hook returns is loaded."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    _model, optimizer = trained(2)
     seen = []
 
     def pre_load(one, state_dict):
@@ -101,8 +100,7 @@ def test_loading_runs_the_hooks():
 
 def test_loading_writes_into_the_users_groups():
     """“`param_groups` is the user's list” also after a load: schedulers that hold it still reach the update."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    _model, optimizer = trained(1)
     saved = snapshot(optimizer)
     saved["param_groups"][0]["lr"] = 0.25
     groups, group = optimizer.param_groups, optimizer.param_groups[0]
@@ -126,9 +124,7 @@ DCP_OPTIONS = {
 @pytest.mark.parametrize("options", DCP_OPTIONS.values(), ids=DCP_OPTIONS)
 def test_dcp_gets_what_it_gets_from_plain_torch(options):
     """“`get_/set_optimizer_state_dict` (DCP), flattened and full-state variants”."""
-    plain_model, plain, model, optimizer = twin()
-    train(plain_model, plain, 2)
-    train(model, optimizer, 2)
+    plain_model, plain, model, optimizer = trained_twins(2)
     theirs = get_optimizer_state_dict(plain_model, plain, options=options)
     ours = get_optimizer_state_dict(model, optimizer, options=options)
     assert_same_tree(theirs, ours)
@@ -143,15 +139,12 @@ SETTABLE = [name for name in DCP_OPTIONS if name != "full and flattened"]
 def test_dcp_sets_a_fresh_optimizer(name, dtype):
     """“`get_/set_optimizer_state_dict`”: into a fresh optimizer, which then goes on with the same bits."""
     options = DCP_OPTIONS[name]
-    model, optimizer = offloaded_model(dtype=dtype)
-    train(model, optimizer, 3)
+    model, optimizer = trained(3, dtype=dtype)
     saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
     other_model, other = offloaded_model(dtype=dtype, **SMALL, fraction=0.5)
     other_model.load_state_dict(model.state_dict())
     set_optimizer_state_dict(other_model, other, optim_state_dict=saved, options=options)
-    train(model, optimizer, range(3, 5))
-    train(other_model, other, range(3, 5))
-    assert_same(model, optimizer, other_model, other)
+    assert_same_future((model, optimizer), (other_model, other), range(3, 5))
 
 
 def test_dcp_checkpoints_go_between_plain_torch_and_offload():
@@ -162,23 +155,18 @@ def test_dcp_checkpoints_go_between_plain_torch_and_offload():
     set_optimizer_state_dict(
         model, optimizer, optim_state_dict=copy.deepcopy(get_optimizer_state_dict(plain_model, plain))
     )
-    train(model, optimizer, range(3, 5))
-    train(plain_model, plain, range(3, 5))
-    assert_same(plain_model, plain, model, optimizer)
+    assert_same_future((model, optimizer), (plain_model, plain), range(3, 5))
     back_model = make_model()
     back = adamw(back_model.parameters())
     model_state, state = get_state_dict(model, optimizer)
     set_state_dict(back_model, back, model_state_dict=model_state, optim_state_dict=copy.deepcopy(state))
-    train(back_model, back, range(5, 7))
-    train(plain_model, plain, range(5, 7))
-    assert_same(plain_model, plain, back_model, back)
+    assert_same_future((back_model, back), (plain_model, plain), range(5, 7))
 
 
 @pytest.mark.parametrize(("dtype", "config"), [(torch.float32, SMALL), (torch.bfloat16, MASTERS["split"])])
 def test_dcp_saves_and_loads_files(tmp_path, dtype, config):
     """“`get_/set_optimizer_state_dict` (DCP)”: through files, from one plan to another."""
-    model, optimizer = offloaded_model(dtype=dtype, **config)
-    train(model, optimizer, 3)
+    model, optimizer = trained(3, dtype=dtype, **config)
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
     other_model, other = offloaded_model(dtype=dtype, **SMALL, fraction=0.5)
@@ -186,9 +174,7 @@ def test_dcp_saves_and_loads_files(tmp_path, dtype, config):
     holder = {"model": weights, "optimizer": state}
     dcp.load(holder, checkpoint_id=tmp_path, no_dist=True)
     set_state_dict(other_model, other, model_state_dict=holder["model"], optim_state_dict=holder["optimizer"])
-    train(model, optimizer, range(3, 5))
-    train(other_model, other, range(3, 5))
-    assert_same(model, optimizer, other_model, other)
+    assert_same_future((model, optimizer), (other_model, other), range(3, 5))
 
 
 @pytest.mark.parametrize("lr", [0.01, torch.tensor(0.01)], ids=["number", "tensor"])
@@ -228,15 +214,10 @@ def test_dcp_initialises_every_class(name):
 @pytest.mark.parametrize("source", PLANS)
 def test_save_at_one_plan_load_at_any_other(source, target):
     """“Save at one plan, load at any other: fraction, chunk size, …, none at all”."""
-    straight_model, straight = offloaded_model(**PLANS["off"])
-    train(straight_model, straight, 4)
-    model, optimizer = offloaded_model(**PLANS[source])
-    train(model, optimizer, 2)
-    other_model, other = offloaded_model(**PLANS[target])
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    model, optimizer = trained(2, **PLANS[source])
+    other_model, other = resumed(model, optimizer, **PLANS[target])
     train(other_model, other, range(2, 4))
-    assert_same(straight_model, straight, other_model, other)
+    assert_same(*trained(4, **PLANS["off"]), other_model, other)
 
 
 @pytest.mark.parametrize("optimizer_first", [True, False])
@@ -244,10 +225,7 @@ def test_save_at_one_plan_load_at_any_other(source, target):
 @pytest.mark.parametrize("source", ["fp32", "split", "split half", "fp32 off"])
 def test_masters_between_formats(source, target, optimizer_first):
     """“Save at one plan, load at any other: … master format”, whichever of model and optimizer is loaded first."""
-    straight_model, straight = offloaded_model(dtype=torch.bfloat16, **MASTERS["fp32"])
-    train(straight_model, straight, 5)
-    model, optimizer = offloaded_model(dtype=torch.bfloat16, **MASTERS[source])
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, dtype=torch.bfloat16, **MASTERS[source])
     other_model, other = offloaded_model(dtype=torch.bfloat16, **MASTERS[target])
     saved, weights = saved_and_loaded(optimizer.state_dict()), saved_and_loaded(model.state_dict())
     if optimizer_first:
@@ -257,18 +235,15 @@ def test_masters_between_formats(source, target, optimizer_first):
         other_model.load_state_dict(weights)
         other.load_state_dict(saved)
     train(other_model, other, range(2, 5))
-    assert_same(straight_model, straight, other_model, other)
+    assert_same(*trained(5, dtype=torch.bfloat16, **MASTERS["fp32"]), other_model, other)
     assert other.receipt().weights_written_by_others == 0
 
 
 @pytest.mark.parametrize("target", ["fp32", "split"])
 def test_a_checkpoint_without_masters(target):
     """“Save at one plan, load at any other: … none at all”: masters start from the weights."""
-    model, optimizer = offloaded_model(dtype=torch.bfloat16, **SMALL, master_weights="none")
-    train(model, optimizer, 2)
-    other_model, other = offloaded_model(dtype=torch.bfloat16, **MASTERS[target])
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    model, optimizer = trained(2, dtype=torch.bfloat16, **SMALL, master_weights="none")
+    other_model, other = resumed(model, optimizer, dtype=torch.bfloat16, **MASTERS[target])
     for param in other_model.parameters():
         assert torch.equal(other.state[param]["master_weight"], param.float())
         assert other.state[param]["step"] == 2
@@ -276,11 +251,8 @@ def test_a_checkpoint_without_masters(target):
 
 def test_a_checkpoint_with_masters_loads_where_there_are_none():
     """“Save at one plan, load at any other: … none at all”: moments and step arrive, masters are left out."""
-    model, optimizer = offloaded_model(dtype=torch.bfloat16)
-    train(model, optimizer, 2)
-    other_model, other = offloaded_model(dtype=torch.bfloat16, **SMALL, master_weights="none")
-    other_model.load_state_dict(model.state_dict())
-    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    model, optimizer = trained(2, dtype=torch.bfloat16)
+    other_model, other = resumed(model, optimizer, dtype=torch.bfloat16, **SMALL, master_weights="none")
     for param, theirs in zip(other_model.parameters(), model.parameters(), strict=True):
         assert other.state[param].keys() == TWO_KEYS
         assert torch.equal(other.state[param]["exp_avg"], optimizer.state[theirs]["exp_avg"])
@@ -290,8 +262,7 @@ def test_a_checkpoint_with_masters_loads_where_there_are_none():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_state_formats(dtype):
     """“Save at one plan, load at any other”: moments kept in bf16 load into fp32 and back without another change."""
-    model, optimizer = offloaded_model(**SMALL, state_dtype="bfloat16")
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, **SMALL, state_dtype="bfloat16")
     other_model, other = offloaded_model(**SMALL, state_dtype=dtype)
     other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     for param, theirs in zip(other_model.parameters(), model.parameters(), strict=True):
@@ -308,23 +279,19 @@ def test_state_formats(dtype):
 @pytest.mark.parametrize("done", [0, 1, 2])
 def test_resume(done, dtype, config):
     """“Resume before the first step, after it, and twice”."""
-    straight_model, straight = offloaded_model(dtype=dtype, **config)
-    train(straight_model, straight, done + 4)
-    model, optimizer = offloaded_model(dtype=dtype, **config)
-    train(model, optimizer, done)
+    model, optimizer = trained(done, dtype=dtype, **config)
     for number in (done, done + 2):
         saved, weights = saved_and_loaded(optimizer.state_dict()), saved_and_loaded(model.state_dict())
         model, optimizer = offloaded_model(dtype=dtype, **config)
         model.load_state_dict(weights)
         optimizer.load_state_dict(saved)
         train(model, optimizer, range(number, number + 2))
-    assert_same(straight_model, straight, model, optimizer)
+    assert_same(*trained(done + 4, dtype=dtype, **config), model, optimizer)
 
 
 def test_one_checkpoint_loaded_twice():
     """“Resume … twice”: loading does not use a checkpoint up, and loading over later state forgets all of it."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     saved, weights = snapshot(optimizer), copy.deepcopy(model.state_dict())
     before = copy.deepcopy(saved)
     results = []
@@ -386,27 +353,21 @@ def broken_checkpoints():
 @pytest.mark.parametrize("damage", broken_checkpoints(), ids=lambda damage: damage.__name__)
 def test_an_interrupted_load_leaves_the_old_state(damage):
     """“Interrupted load leaves the old state”: a checkpoint that cannot be loaded changes nothing at all."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     saved = snapshot(optimizer)
     train(model, optimizer, range(2, 4))
     saved["param_groups"][0]["lr"] = 77.0
     damage(saved)
     with unchanged(model, optimizer), pytest.raises(offstage.ConfigError):
         optimizer.load_state_dict(saved)
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 4)
-    train(reference_model, reference, range(4, 6))
-    train(model, optimizer, range(4, 6))
-    assert_same(reference_model, reference, model, optimizer)
+    reference_model, reference = trained(4)
+    assert_same_future((reference_model, reference), (model, optimizer), range(4, 6))
 
 
 def test_a_load_that_needs_more_host_memory_than_allowed_leaves_the_old_state():
     """“Interrupted load leaves the old state”: also when its options need more keys than there is room for."""
-    model, optimizer = offloaded_model(**SMALL, host_budget="52KiB")
-    train(model, optimizer, 2)
-    bigger_model, bigger = offloaded_model(lambda params: adamw(params, amsgrad=True))
-    train(bigger_model, bigger, 1)
+    model, optimizer = trained(2, **SMALL, host_budget="52KiB")
+    _bigger_model, bigger = trained(1, lambda params: adamw(params, amsgrad=True))
     with unchanged(model, optimizer), pytest.raises(HostMemoryError, match="host_budget"):
         optimizer.load_state_dict(snapshot(bigger))
     train(model, optimizer, range(2, 3))
@@ -414,8 +375,7 @@ def test_a_load_that_needs_more_host_memory_than_allowed_leaves_the_old_state():
 
 def test_a_pre_hook_that_raises_leaves_the_old_state():
     """“Interrupted load leaves the old state”."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     saved = snapshot(optimizer)
     train(model, optimizer, 1)
 
@@ -429,8 +389,7 @@ def test_a_pre_hook_that_raises_leaves_the_old_state():
 
 def test_ctrl_c_during_a_load_waits_for_its_end(monkeypatch):
     """“Interrupted load”: Ctrl-C in the middle finishes the load first, never leaving half of each state."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     saved = snapshot(optimizer)
     train(model, optimizer, range(2, 4))
     load, calls = HeldState.load, []

@@ -29,6 +29,7 @@ from tests.support.contract import (
     TORCH,
     adamw,
     assert_same,
+    assert_same_future,
     batch,
     chunk_count,
     loss_of,
@@ -36,6 +37,7 @@ from tests.support.contract import (
     offloaded_model,
     snapshot,
     train,
+    trained,
     twin,
     unchanged,
 )
@@ -126,9 +128,7 @@ def test_ctrl_c_inside_a_step(monkeypatch, config, at):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert_same(reference_model, reference, model, optimizer)
     assert optimizer.receipt().steps == 2
-    train(reference_model, reference, range(2, 4))
-    train(model, optimizer, range(2, 4))
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same_future((reference_model, reference), (model, optimizer), range(2, 4))
 
 
 def test_ctrl_c_reaches_the_users_own_handler(monkeypatch):
@@ -151,8 +151,6 @@ def test_ctrl_c_reaches_the_users_own_handler(monkeypatch):
 
 def test_steps_in_another_thread():
     """“Ctrl-C”: only the main thread may set signal handlers; a step elsewhere works all the same."""
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 2)
     model, optimizer = offloaded_model()
     failures = []
 
@@ -166,15 +164,12 @@ def test_steps_in_another_thread():
     thread.start()
     thread.join()
     assert failures == []
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(2), model, optimizer)
 
 
 def test_an_exception_before_the_first_update_changes_nothing(monkeypatch):
     """“exceptions … with copies in flight”: before the first update all is as before; the step can be retried."""
-    reference_model, reference = offloaded_model()
-    model, optimizer = offloaded_model()
-    train(reference_model, reference, 3)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     optimizer.zero_grad()
     loss_of(model, 2).backward()
 
@@ -186,16 +181,13 @@ def test_an_exception_before_the_first_update_changes_nothing(monkeypatch):
         with unchanged(model, optimizer), pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     optimizer.step()
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(3), model, optimizer)
 
 
 @pytest.mark.parametrize("config", [SMALL, TORCH], ids=["own rule", "torch rule"])
 def test_an_exception_in_the_first_fetch_changes_nothing(monkeypatch, config):
     """“exceptions … with copies in flight”: no update has been submitted yet, so the step is not lost."""
-    reference_model, reference = offloaded_model(**config)
-    model, optimizer = offloaded_model(**config)
-    train(reference_model, reference, 3)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, **config)
     optimizer.zero_grad()
     loss_of(model, 2).backward()
 
@@ -208,16 +200,13 @@ def test_an_exception_in_the_first_fetch_changes_nothing(monkeypatch, config):
             optimizer.step()
     assert not isinstance(info.value, StepLostError)
     optimizer.step()
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(3, **config), model, optimizer)
 
 
 @pytest.mark.parametrize("config", [SMALL, TORCH, {"fraction": 0.0}], ids=["own rule", "torch rule", "off"])
 def test_an_exception_between_updates_says_that_the_step_is_lost(monkeypatch, config):
     """“exceptions”: in the middle of a step the error says so and how to go on; a checkpoint brings training back."""
-    reference_model, reference = offloaded_model(**config)
-    model, optimizer = offloaded_model(**config)
-    train(reference_model, reference, 4)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, **config)
     saved, weights = snapshot(optimizer), copy.deepcopy(model.state_dict())
 
     def fail():
@@ -233,7 +222,7 @@ def test_an_exception_between_updates_says_that_the_step_is_lost(monkeypatch, co
     model.load_state_dict(weights)
     optimizer.load_state_dict(saved)
     train(model, optimizer, range(2, 4))
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(4, **config), model, optimizer)
 
 
 # Threads
@@ -242,11 +231,9 @@ def test_an_exception_between_updates_says_that_the_step_is_lost(monkeypatch, co
 def test_no_threads_of_its_own():
     """“Threads: respects `torch.get_num_threads`”: with one thread allowed, a step starts no other."""
     assert torch.get_num_threads() == 1
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    _first = trained(1)
     before = set(os.listdir("/proc/self/task"))
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    _second = trained(2)
     assert set(os.listdir("/proc/self/task")) <= before  # another test's thread may end meanwhile
 
 
@@ -284,23 +271,18 @@ def in_child(function):
 
 def test_fork_does_not_copy_the_arenas():
     """“fork (DataLoader workers) neither copies nor corrupts the arenas”: the child does not have them at all."""
-    reference_model, reference = offloaded_model()
-    model, optimizer = offloaded_model()
-    train(reference_model, reference, 4)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     addresses = arena_addresses(optimizer)
     assert len(addresses) == 2
     assert all(is_mapped(address) for address in addresses)
     assert in_child(lambda: not any(is_mapped(address) for address in addresses)) == 0
     assert in_child(lambda: any(is_mapped(address) for address in addresses)) == 1
     train(model, optimizer, range(2, 4))
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(4), model, optimizer)
 
 
 def test_a_forked_child_may_drop_the_optimizer():
     """“fork neither copies nor corrupts the arenas”: also when the child's garbage collector finds them."""
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 3)
     holder = list(offloaded_model())
     train(*holder, 2)
 
@@ -311,7 +293,7 @@ def test_a_forked_child_may_drop_the_optimizer():
 
     assert in_child(drop) == 0
     train(*holder, range(2, 3))
-    assert_same(reference_model, reference, *holder)
+    assert_same(*trained(3), *holder)
 
 
 def test_data_loader_workers():
@@ -351,8 +333,7 @@ def test_nothing_to_offload_raises(make, config, reason):
 
 def test_a_budget_that_is_met_without_offloading_is_no_error():
     """“although something … should have”: with room for everything nothing should."""
-    model, optimizer = offloaded_model(device_budget="1GiB", min_bytes=0)
-    train(model, optimizer, 1)
+    _model, optimizer = trained(1, device_budget="1GiB", min_bytes=0)
     assert optimizer.receipt().total_bytes_fetched == 0
 
 
@@ -366,8 +347,7 @@ def test_a_step_that_moves_nothing_raises(monkeypatch):
 
 def test_a_step_without_streamed_gradients_moves_nothing_and_is_no_error():
     """“Nothing moved although something with a gradient should have”: here nothing should have."""
-    model, optimizer = offloaded_model(**SMALL, fraction=0.5)
-    train(model, optimizer, 1)
+    model, optimizer = trained(1, **SMALL, fraction=0.5)
     optimizer.zero_grad()
     before = optimizer.receipt()
     loss_of(model, 1).backward()
@@ -383,8 +363,7 @@ def test_a_step_without_streamed_gradients_moves_nothing_and_is_no_error():
 @pytest.mark.parametrize("plan", PLANS)
 def test_receipt_counts_what_moved(plan):
     """“Nothing moved …”: the receipt's bytes are those of the plan's streamed parameters, every step."""
-    model, optimizer = offloaded_model(**PLANS[plan])
-    train(model, optimizer, 2)
+    _model, optimizer = trained(2, **PLANS[plan])
     receipt, streamed = optimizer.receipt(), optimizer.plan.bytes_of(Placement.STREAMED)
     assert streamed <= receipt.bytes_fetched <= optimizer.plan.host_bytes
     assert receipt.total_bytes_stored == 2 * receipt.bytes_stored == 2 * receipt.bytes_fetched

@@ -20,6 +20,8 @@ from tests.support.contract import (
     offloaded_model,
     one_process_group,
     train,
+    trained,
+    trained_twins,
     twin,
     unchanged,
 )
@@ -59,8 +61,7 @@ def test_a_backward_whose_gradients_were_replaced():
 
 def test_no_hooks_by_default():
     """“Never need a backward hook”: by default none is registered, on parameters or modules."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    model, _optimizer = trained(1)
     for param in model.parameters():
         assert not any(getattr(param, table) for table in HOOK_TABLES)
     for module in model.modules():
@@ -243,10 +244,7 @@ def test_fsdp2_cpu_offload_is_refused():
 def test_step_uses_gradients_in_other_formats_as_torch_does():
     """Default path with 16-bit parameters and without masters: gradients in the parameter's format, torch's bits."""
     config = {**TORCH, "master_weights": "none"}
-    plain_model, plain, model, optimizer = twin(dtype=torch.bfloat16, **config)
-    train(plain_model, plain, 3)
-    train(model, optimizer, 3)
-    assert_same(plain_model, plain, model, optimizer)
+    assert_same(*trained_twins(3, dtype=torch.bfloat16, **config))
 
 
 @pytest.mark.parametrize("config", [TORCH, SMALL, PLANS["off"]], ids=["torch rule", "own rule", "off"])

@@ -31,6 +31,8 @@ from tests.support.contract import (
     offloaded_model,
     one_process_group,
     train,
+    trained,
+    trained_twins,
     twin,
     unchanged,
 )
@@ -59,9 +61,7 @@ def test_off_is_off(monkeypatch):
         (nn.Module, "register_state_dict_post_hook"),
     ]:
         monkeypatch.setattr(owner, name, forbidden)
-    plain_model, plain, model, optimizer = twin(fraction=0.0, rule="torch")
-    train(plain_model, plain, 3)
-    train(model, optimizer, 3)
+    plain_model, plain, model, optimizer = trained_twins(3, fraction=0.0, rule="torch")
     assert_same(plain_model, plain, model, optimizer)
     receipt = optimizer.receipt()
     assert receipt.steps == 3
@@ -125,9 +125,8 @@ def test_late_and_reordered_lanes_give_the_same_bits(name, seed):
 
 def test_a_forward_and_backward_that_is_run_again_counts_once():
     """“A forward/backward that is run again before step (reruns, line search) counts once”."""
-    reference_model, reference = offloaded_model()
+    reference_model, reference = trained(3)
     model, optimizer = offloaded_model()
-    train(reference_model, reference, 3)
     for number in range(3):
         for _ in range(3):
             optimizer.zero_grad()
@@ -242,8 +241,7 @@ def test_two_optimizers_for_one_model():
 def test_dropped_optimizers_give_their_memory_back():
     """“several optimizers … in one process; no globals”: nothing keeps a dropped optimizer or its arenas alive."""
 
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    model, optimizer = trained(1)
     watch = [weakref.ref(optimizer), *(weakref.ref(held.host) for held in optimizer.all_held())]
     del model, optimizer  # no garbage collection: nothing refers to itself in a circle
     assert all(ref() is None for ref in watch)
@@ -305,10 +303,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_activation_checkpointing(use_reentrant):
     """“activation checkpointing”, reentrant and not."""
-    plain_model, plain, model, optimizer = twin(model=Checkpointed(use_reentrant))
-    train(plain_model, plain, 3)
-    train(model, optimizer, 3)
-    assert_same(plain_model, plain, model, optimizer)
+    assert_same(*trained_twins(3, model=Checkpointed(use_reentrant)))
 
 
 def test_autocast():
@@ -329,15 +324,13 @@ def test_autocast():
 
 def test_autocast_around_step():
     """“autocast”: a step inside the context is the same step."""
-    reference_model, reference = offloaded_model(**TORCH)
     model, optimizer = offloaded_model(**TORCH)
-    train(reference_model, reference, 2)
     for number in range(2):
         optimizer.zero_grad()
         loss_of(model, number).backward()
         with torch.autocast("cpu", dtype=torch.bfloat16):
             optimizer.step()
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(2, **TORCH), model, optimizer)
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])

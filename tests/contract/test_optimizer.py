@@ -27,6 +27,8 @@ from tests.support.contract import (
     make_model,
     offloaded_model,
     train,
+    trained,
+    trained_twins,
     twin,
     unchanged,
 )
@@ -170,8 +172,7 @@ def test_step_runs_the_closure_under_grad_and_returns_its_loss():
 
 def test_an_exception_in_the_closure_changes_nothing():
     """“`step(closure)`”: a closure that raises leaves weights, state and step counts as they were."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
 
     def closure():
         raise ZeroDivisionError("in the closure")
@@ -226,8 +227,7 @@ def test_device_budget_holds_after_add_param_group():
 
 def test_a_failed_add_param_group_leaves_the_groups_as_they_were():
     """“`add_param_group`”: a group that is refused is not half added."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    model, optimizer = trained(1)
     with unchanged(model, optimizer), pytest.raises(offstage.ConfigError, match="complex"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(8, dtype=torch.complex64))]})
     train(model, optimizer, 1)
@@ -307,8 +307,7 @@ def test_hooks_of_the_given_optimizer_are_taken_over():
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad(set_to_none):
     """“`zero_grad(set_to_none=True|False)`”."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    model, optimizer = trained(1)
     grads = [param.grad for param in model.parameters()]
     optimizer.zero_grad(set_to_none=set_to_none)
     for param, before in zip(model.parameters(), grads, strict=True):
@@ -378,10 +377,7 @@ def test_several_groups_with_different_hyperparameters():
             ]
         )
 
-    plain_model, plain, model, optimizer = twin(make)
-    train(plain_model, plain, 4)
-    train(model, optimizer, 4)
-    assert_same(plain_model, plain, model, optimizer)
+    assert_same(*trained_twins(4, make))
 
 
 @pytest.mark.parametrize(
@@ -438,8 +434,7 @@ def test_own_rule_is_the_same_on_every_plan_and_close_to_torch(name):
     train(plain_model, CLASSES[name](plain_model.parameters()), 4)
     reference, reference_optimizer = None, None
     for config in PLANS.values():
-        model, optimizer = offloaded_model(CLASSES[name], **config)
-        train(model, optimizer, 4)
+        model, optimizer = trained(4, CLASSES[name], **config)
         if reference is None:
             reference, reference_optimizer = model, optimizer
         assert_same(reference, reference_optimizer, model, optimizer)

@@ -14,11 +14,13 @@ from tests.support.contract import (
     TORCH,
     adamw,
     assert_same,
+    assert_same_future,
     assert_same_optimizer,
     batch,
     loss_of,
     offloaded_model,
     train,
+    trained,
     twin,
     unchanged,
 )
@@ -60,8 +62,7 @@ def test_frozen_parameters():
 @pytest.mark.parametrize("config", [TORCH, SMALL], ids=["torch rule", "own rule"])
 def test_a_parameter_without_gradient_is_untouched(config):
     """“A parameter without gradient is untouched, moments too”, and moves no bytes."""
-    model, optimizer = offloaded_model(**config)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, **config)
     everything = optimizer.receipt().bytes_fetched
     first = model[0].weight
     before = {name: value.clone() for name, value in optimizer.state[first].items()}
@@ -262,8 +263,7 @@ def test_a_parameter_given_twice_is_refused():
 @pytest.mark.parametrize("config", [TORCH, SMALL, {"fraction": 0.0}], ids=["torch rule", "own rule", "off"])
 def test_step_counts_once_per_successful_step(config):
     """“`step` counts exactly once per successful step, per parameter, and survives save/load”."""
-    model, optimizer = offloaded_model(**config)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, **config)
     optimizer.zero_grad()
     optimizer.step()  # no gradients: nothing to count
     loss_of(model, 2).backward()
@@ -288,6 +288,4 @@ def test_step_counts_only_successful_steps(monkeypatch):
         patch.setattr(optimizer.rule, "begin", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
         with unchanged(model, optimizer), pytest.raises(MemoryError, match="no room"):
             optimizer.step()
-    train(model, optimizer, range(2, 4))
-    train(plain_model, plain, range(2, 4))
-    assert_same(plain_model, plain, model, optimizer)
+    assert_same_future((model, optimizer), (plain_model, plain), range(2, 4))

@@ -29,9 +29,11 @@ from tests.support.contract import (
     loss_of,
     make_model,
     offloaded_model,
+    resumed,
     saved_and_loaded,
     snapshot,
     train,
+    trained,
     twin,
     unchanged,
 )
@@ -67,9 +69,7 @@ def test_state_dict_goes_to_plain_torch_and_back(name):
     middle = CLASSES[name](middle_model.parameters())
     middle.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     train(middle_model, middle, range(2, 4))
-    last_model, last = offloaded_model(CLASSES[name], **TORCH)
-    last_model.load_state_dict(middle_model.state_dict())
-    last.load_state_dict(saved_and_loaded(middle.state_dict()))
+    last_model, last = resumed(middle_model, middle, CLASSES[name], **TORCH)
     train(last_model, last, range(4, 6))
     assert_same(plain_model, plain, last_model, last)
 
@@ -88,11 +88,8 @@ def test_state_of_a_running_optimizer_is_taken_over():
 @pytest.mark.parametrize("config", MASTERS.values(), ids=MASTERS)
 def test_masters_are_shown_joined_to_fp32(config):
     """“extra key `master_weight`, joined to fp32”: equal over formats, and the weight is its rounding."""
-    model, optimizer = offloaded_model(dtype=torch.bfloat16, **config)
-    reference_model, reference = offloaded_model(dtype=torch.bfloat16, **MASTERS["fp32"])
-    train(model, optimizer, 3)
-    train(reference_model, reference, 3)
-    assert_same(reference_model, reference, model, optimizer)
+    model, optimizer = trained(3, dtype=torch.bfloat16, **config)
+    assert_same(*trained(3, dtype=torch.bfloat16, **MASTERS["fp32"]), model, optimizer)
     for param in model.parameters():
         state = optimizer.state[param]
         assert state.keys() == TWO_KEYS | {"master_weight"}
@@ -128,8 +125,7 @@ def test_masters_only_where_they_exist():
 def test_saved_tensors_take_their_own_size(config):
     """“A saved tensor's file is its own size, not its arena's”."""
     dtype = torch.bfloat16 if "master_weights" in config else torch.float32
-    model, optimizer = offloaded_model(dtype=dtype, **config)
-    train(model, optimizer, 1)
+    _model, optimizer = trained(1, dtype=dtype, **config)
     for values in optimizer.state_dict()["state"].values():
         for value in values.values():
             assert value.untyped_storage().nbytes() == value.nbytes
@@ -141,16 +137,14 @@ def test_saved_tensors_take_their_own_size(config):
 @pytest.mark.parametrize("name", CLASSES)
 def test_tensors_and_primitives_only(name):
     """“Tensors and primitives only (`weights_only=True` loads it)”."""
-    model, optimizer = offloaded_model(CLASSES[name])
-    train(model, optimizer, 2)
+    _model, optimizer = trained(2, CLASSES[name])
     assert_same_tree(saved_and_loaded(optimizer.state_dict()), optimizer.state_dict())
 
 
 def test_state_dict_is_on_the_host():
     """“state presented on one device”: every tensor of a state dict, `step` included, is on the host."""
     for config in PLANS.values():
-        model, optimizer = offloaded_model(**config)
-        train(model, optimizer, 1)
+        _model, optimizer = trained(1, **config)
         values = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
         assert {value.device for value in values} == {torch.device("cpu")}
 
@@ -329,12 +323,10 @@ def test_split_masters_follow_edited_weights(edit):
 def test_masters_are_kept_when_nobody_wrote():
     """“masters follow” only what others wrote: loading the model's own weights back loses no bit of the masters."""
     model, optimizer = offloaded_model(dtype=torch.bfloat16)
-    reference_model, reference = offloaded_model(dtype=torch.bfloat16)
-    train(reference_model, reference, 4)
     train(model, optimizer, 2)
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     train(model, optimizer, range(2, 4))
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(4, dtype=torch.bfloat16), model, optimizer)
     assert optimizer.receipt().weights_written_by_others == 0
 
 
@@ -344,8 +336,7 @@ def test_masters_are_kept_when_nobody_wrote():
 @pytest.mark.parametrize("copying", [copy.deepcopy, copy.copy, pickle.dumps], ids=["deepcopy", "copy", "pickle"])
 def test_pickle_and_deepcopy_refuse_with_a_reason(copying):
     """“Pickle and deepcopy work or refuse with a reason”, and the optimizer is unharmed."""
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    model, optimizer = trained(1)
     with unchanged(model, optimizer), pytest.raises(offstage.OffstageError, match=r"state_dict\(\) instead"):
         copying(optimizer)
 
@@ -385,8 +376,7 @@ def _read_after_close(optimizer):
 @pytest.mark.parametrize("reader", READERS)
 def test_reading_drains_first(reader, seed):
     """“In-flight copies are drained before anything reads: `state_dict`, `state[p]`, …”."""
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 2)
+    _reference_model, reference = trained(2)
     model, optimizer, lanes = lazily_offloaded(seed=seed)
     train(model, optimizer, 2)
     if seed % 3 == 0:
@@ -405,9 +395,7 @@ def test_loading_drains_first(seed):
     model.load_state_dict(weights)
     optimizer.load_state_dict(saved)
     train(model, optimizer, range(1, 3))
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 3)
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(3), model, optimizer)
 
 
 def add_a_group(model, optimizer):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations offloaded on every rank: pipeline schedules, DDP and FSDP2 give the gradients that they give without."""
 
-import contextlib
 import functools
 
 import pytest
@@ -9,16 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import offstage
 from offstage.activations.offload import offload_activations
 from offstage.errors import ConfigError
-from tests.support.sharded import VOCABULARY, WIDTH, Block
+from tests.support.lives import end_step
+from tests.support.sharded import VOCABULARY, WIDTH, Block, Pipeline, Plain, fully_sharded, local, loss_of
 from tests.support.training import lazily, same_bits
 
 CONFIGS = {
@@ -28,15 +24,6 @@ CONFIGS = {
     "weights alone": {"weights": True, "activations": False},
 }
 STEPS = 2
-MICRO_BATCHES = 4
-
-
-def on_lanes(seed):
-    return contextlib.nullcontext() if seed is None else lazily(seed)
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gradients(module):
@@ -55,52 +42,17 @@ def differences(found, expected):
 # Pipelines
 
 
-class Stage(nn.Module):
-    """One of several: the first has the embedding, the last the output. Some checkpoint their blocks."""
-
-    def __init__(self, number, of, checkpointed):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(WIDTH, VOCABULARY) if number == of - 1 else None
-        self.checkpointed = checkpointed
-
-    def forward(self, x):
-        x = x if self.embedding is None else self.embedding(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x if self.head is None else self.head(x)
-
-
-def loss_of(output, targets):
-    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
-
-
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
-
-
 def run_stages(schedule_name, config, checkpointed=False):
     """Gradients and weights of this rank's stages after each step, and the bytes that were moved."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    total = 2 * ranks if schedule_name == "Interleaved1F1B" else ranks
-    numbers = range(rank, total, ranks)
-    torch.manual_seed(rank)
-    modules = nn.ModuleList(Stage(number, total, checkpointed) for number in numbers)
+    pipeline = Pipeline(schedule_name, blocks=3, checkpointed=checkpointed)
+    modules = pipeline.modules
     handles = [] if config is None else [offload_activations(module, min_bytes=0, **config) for module in modules]
-    stages = [
-        PipelineStage(module, number, total, torch.device("cpu"))
-        for module, number in zip(modules, numbers, strict=True)
-    ]
-    schedule = SCHEDULES[schedule_name](stages if total > ranks else stages[0], MICRO_BATCHES, loss_fn=loss_of)
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.1, momentum=0.9)
-    generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(STEPS):
-        tokens, targets = torch.randint(VOCABULARY, (2, 2 * MICRO_BATCHES, 6), generator=generator)
-        schedule.step(*([tokens] if 0 in numbers else []), target=targets if total - 1 in numbers else None)
+        pipeline.run()
         found.append(gradients(modules))
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         found.append({name: param.detach().clone() for name, param in modules.named_parameters()})
     receipts = [handle.receipt() for handle in handles]
     return found, [receipt.total_bytes_offloaded + receipt.weight_bytes_fetched for receipt in receipts]
@@ -111,23 +63,25 @@ def compare_stages(schedule_name, checkpointed, seeds):
     answers = {}
     for name, config in CONFIGS.items():
         for seed in seeds:
-            with on_lanes(seed):
+            with lazily(seed):
                 found, moved = run_stages(schedule_name, config, checkpointed)
             assert all(moved)
             answers[name, seed] = differences(found, expected)
     return answers
 
 
-@pytest.mark.parametrize(("schedule", "checkpointed"), [("GPipe", False), ("1F1B", False), ("1F1B", True)])
-def test_pipelines(ranks, schedule, checkpointed):
+@pytest.mark.parametrize(
+    ("schedule", "checkpointed", "seeds"),
+    [
+        ("GPipe", False, [None, 0]),
+        ("1F1B", False, [None, 0]),
+        ("1F1B", True, [None, 0]),
+        ("Interleaved1F1B", False, [None]),  # two models in each process
+    ],
+)
+def test_pipelines(ranks, schedule, checkpointed, seeds):
     """Several micro-batches are in flight, and leave and return in the schedule's order."""
-    for answers in ranks.run(2, compare_stages, schedule, checkpointed, [None, 0]):
-        assert {case: differs for case, differs in answers.items() if differs} == {}
-
-
-def test_stages_that_take_turns(ranks):
-    """Two models in each process."""
-    for answers in ranks.run(2, compare_stages, "Interleaved1F1B", False, [None]):
+    for answers in ranks.run(2, compare_stages, schedule, checkpointed, seeds):
         assert {case: differs for case, differs in answers.items() if differs} == {}
 
 
@@ -165,38 +119,17 @@ class Gated(nn.Module):
         return (x + self.score(Reduced.apply(y * self.score(x).sigmoid()))) * self.scale
 
 
-class Model(nn.Module):
-    def __init__(self, block=Block):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def shard(model):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
 WRAPPED = {
     "DDP": DistributedDataParallel,
     "DDP, gradients in buckets": functools.partial(DistributedDataParallel, gradient_as_bucket_view=True),
-    "FSDP2": shard,
+    "FSDP2": lambda model: fully_sharded(model, init_device_mesh("cpu", (dist.get_world_size(),))),
 }
 
 
 def run_wrapped(wrap, config, first, offload=None, block=Block):
     """Gradients after each of some iterations of two micro-batches, each rank with its own data."""
     torch.manual_seed(0)
-    model = Model(block)
+    model = Plain(4, block)
     handle = None
     if config is not None and first == "activations":
         handle = offload_activations(model, min_bytes=0, **config)
@@ -213,8 +146,7 @@ def run_wrapped(wrap, config, first, offload=None, block=Block):
             tokens, targets = torch.randint(VOCABULARY, (2, 2, 6), generator=generator)
             loss_of(wrapped(tokens), targets).backward()
         found.append(gradients(wrapped))
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
     if offload is not None:
         optimizer.synchronize()
     found.append({name: local(param).detach().clone() for name, param in wrapped.named_parameters()})
@@ -225,7 +157,7 @@ def compare_wrapped(wrap, config, first, offload=None, seeds=(None, 0), block=Bl
     expected, _ = run_wrapped(wrap, None, first, offload, block)
     answers = {}
     for seed in seeds:
-        with on_lanes(seed):
+        with lazily(seed):
             found, handle = run_wrapped(wrap, config, first, offload, block)
         assert handle.bytes_returned > 0
         assert bool(handle.bytes_remade) is (block is Gated)

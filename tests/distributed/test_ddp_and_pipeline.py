@@ -1,32 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """DDP and pipeline schedules: every way to overlap that works with them gives the bits of `fraction=0`."""
 
-import contextlib
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 import offstage
 from offstage.errors import ConfigError
-from tests.support.sharded import (
-    MAX_NORM,
-    VOCABULARY,
-    WIDTH,
-    Block,
-    Plain,
-    Run,
-    differences,
-    far,
-    keep,
-    look,
-    train,
-)
-from tests.support.training import lazily
+from tests.support.sharded import MAX_NORM, SCHEDULES, Pipeline, Plain, Run, compared, keep, look, train
 
 SMALL = {"chunk_bytes": "16KiB"}
 PLANS = {
@@ -56,18 +40,6 @@ def assert_did(run, plan):
     assert receipt.fallbacks == ()
 
 
-def compared(train_one, plans, lazy_seed=None):
-    """What differs between each plan and `fraction=0`, from plain torch, and the runs without their tensors."""
-    expected = train_one({"fraction": 0.0})
-    found = {"torch": (far(train_one(None), expected), None)}
-    for name, plan in plans.items():
-        with contextlib.nullcontext() if lazy_seed is None else lazily(lazy_seed):
-            run = train_one(plan)
-        found[name] = differences(expected, run), run
-        run.weights, run.state = {}, {}
-    return found
-
-
 # DDP
 
 
@@ -85,7 +57,8 @@ class Occasional(Plain):
 
 def compare_ddp(make, wrapping, plans=PLANS, lazy_seed=None, **loop):
     wrap = functools.partial(DistributedDataParallel, **wrapping)
-    return compared(lambda config: train(functools.partial(seeded, make), config, wrap=wrap, **loop), plans, lazy_seed)
+    build = functools.partial(seeded, make)
+    return compared(lambda config: train(build, config, wrap=wrap, **loop), plans, lazy_seed=lazy_seed)
 
 
 def seeded(make):
@@ -153,42 +126,14 @@ def refusal_under_ddp(wrapped):
 # Pipelines
 
 
-class Stage(nn.Module):
-    """One of several: the first has the embedding, the last the output."""
-
-    def __init__(self, number, of):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
-        self.blocks = nn.Sequential(*(Block() for _ in range(2)))
-        self.head = nn.Linear(WIDTH, VOCABULARY) if number == of - 1 else None
-
-    def forward(self, x):
-        x = self.blocks(x if self.embedding is None else self.embedding(x))
-        return x if self.head is None else self.head(x)
-
-
-def loss_of(output, targets):
-    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
-
-
-SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
-MICRO_BATCHES = 4
 MAX_NORMS = (0.5, 10.0, 10.0)
 """In turn: norms are between them, so that one step out of three is clipped."""
 
 
 def train_stages(config, schedule_name, per_stage=False, steps=20):
     """This rank's stages. One optimizer for all of them and a norm over all ranks, or one each and no clipping."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    total = 2 * ranks if schedule_name == "Interleaved1F1B" else ranks
-    numbers = range(rank, total, ranks)
-    torch.manual_seed(rank)
-    modules = nn.ModuleList(Stage(number, total) for number in numbers)
-    stages = [
-        PipelineStage(module, number, total, torch.device("cpu"))
-        for module, number in zip(modules, numbers, strict=True)
-    ]
-    schedule = SCHEDULES[schedule_name](stages if total > ranks else stages[0], MICRO_BATCHES, loss_fn=loss_of)
+    pipeline = Pipeline(schedule_name)
+    modules = pipeline.modules
     owners = list(modules) if per_stage else [modules]
     optimizers = [torch.optim.AdamW(owner.parameters(), lr=3e-3, weight_decay=0.1) for owner in owners]
     if config is not None:
@@ -197,10 +142,8 @@ def train_stages(config, schedule_name, per_stage=False, steps=20):
             for optimizer, owner in zip(optimizers, owners, strict=True)
         ]
     run = Run()
-    generator = torch.Generator().manual_seed(1)
     for step in range(steps):
-        tokens, targets = torch.randint(VOCABULARY, (2, 2 * MICRO_BATCHES, 6), generator=generator)
-        schedule.step(*([tokens] if 0 in numbers else []), target=targets if total - 1 in numbers else None)
+        pipeline.run()
         if not per_stage:
             run.norms.append(clip(modules, optimizers[0], MAX_NORMS[step % 3]))
         look(run, optimizers, before_step=True)
@@ -227,7 +170,7 @@ def clip(modules, optimizer, max_norm):
 
 
 def compare_stages(schedule_name, plans=PLANS, lazy_seed=None, **loop):
-    return compared(lambda config: train_stages(config, schedule_name, **loop), plans, lazy_seed)
+    return compared(lambda config: train_stages(config, schedule_name, **loop), plans, lazy_seed=lazy_seed)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -25,38 +25,28 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import offstage
 from offstage.errors import ConfigError, OffstageError
 from offstage.optimizer.overlap.selection import Early
+from tests.support.lives import end_step
 from tests.support.sharded import (
     MAX_NORM,
     PLANS,
     Plain,
+    compared,
     differences,
-    far,
     fsdp2,
+    local,
     mixture,
     tensor_parallel,
     train,
 )
-from tests.support.training import lazily
 
 ROOT = Path(__file__).parent.parent.parent
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def compare(make, *, base=None, against_torch=True, lazy_seed=None, **loop):
-    """What differs between each plan and `fraction=0`, from plain torch, and the runs without their tensors.
-
-    Runs on a rank.
-    """
-    expected = train(make, {"fraction": 0.0, **(base or {})}, **loop)
-    found = {}
-    for name, plan in PLANS.items():
-        with contextlib.nullcontext() if lazy_seed is None else lazily(lazy_seed):
-            run = train(make, {**(base or {}), **plan}, **loop)
-        found[name] = differences(expected, run), run
-        run.weights, run.state = {}, {}
-    if against_torch:
-        found["torch"] = far(train(make, None, **loop), expected), None
-    return found
+    """Runs on a rank."""
+    options = {"base": base, "against_torch": against_torch, "lazy_seed": lazy_seed}
+    return compared(lambda config: train(make, config, **loop), PLANS, **options)
 
 
 def assert_same(answers):
@@ -115,8 +105,7 @@ def describe(make):
     params = {}
     for name, param in model.named_parameters():
         mesh = str(param.device_mesh) if isinstance(param, DTensor) else None
-        local = param.to_local() if isinstance(param, DTensor) else param
-        params[name] = mesh, tuple(local.shape), param.requires_grad
+        params[name] = mesh, tuple(local(param).shape), param.requires_grad
     steps = []
     for model.step in range(2):
         model(torch.arange(24).view(3, 8)).sum().backward()
@@ -208,7 +197,7 @@ def test_lazy_lanes(ranks, seed):
     ids=["empty", "below min_bytes"],
 )
 def test_ranks_without_anything_to_move(ranks, rows, min_bytes, moves):
-    """The last of four ranks has no row at all: it trains with the others, and nobody is told that nothing moves."""
+    """The last of four ranks has no row at all: it trains with the others, and no message says that nothing moves."""
     answers = ranks.run(4, train_rows, rows, min_bytes)
     assert [moved > 0 for _, _, moved in answers] == moves
     assert [state for _, state, _ in answers] == [2 * 2048 * n for n in ([1, 1, 1, 0] if rows == 3 else [2, 2, 1, 0])]
@@ -226,9 +215,7 @@ def train_rows(rows, min_bytes):
     for _ in range(4):
         loss = model(torch.ones(2, 2048)).square().mean()
         loss.backward()
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer, clip=1.0)
         losses.append(loss.item())
     assert losses[-1] < losses[0]
     state = sum(value.to_local().numel() for value in optimizer.state[model.weight].values() if value.dim())
@@ -236,7 +223,7 @@ def train_rows(rows, min_bytes):
 
 
 def test_gradients_on_one_rank_only(ranks):
-    """An expert that saw tokens on one rank: nobody waits for the other, and the norm is that of what there is."""
+    """An expert that saw tokens on one rank: no rank waits for the other, and the norm is that of what there is."""
     assert ranks.run(2, clip_with_gradients_on_one_rank) == [(5.0, True), (5.0, False)]
 
 
@@ -246,9 +233,9 @@ def clip_with_gradients_on_one_rank():
     experts = [nn.Parameter(distribute_tensor(torch.ones(2, 4096), mesh, [Shard(0)])) for _ in range(2)]
     optimizer = offstage.offload(torch.optim.AdamW(experts, lr=0.1), min_bytes=0, chunk_bytes="16KiB")
     if dist.get_rank() == 0:
-        local = torch.zeros(1, 4096)
-        local[0, :2] = torch.tensor([3.0, 4.0])
-        experts[1].grad = DTensor.from_local(local, mesh, [Shard(0)])
+        gradient = torch.zeros(1, 4096)
+        gradient[0, :2] = torch.tensor([3.0, 4.0])
+        experts[1].grad = DTensor.from_local(gradient, mesh, [Shard(0)])
     norm = optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     assert torch.equal(experts[0].to_local(), torch.ones(1, 4096))
@@ -257,7 +244,7 @@ def clip_with_gradients_on_one_rank():
 
 @pytest.mark.parametrize("case", ["FSDP2", "sequence"])
 def test_ranks_may_differ_in_what_they_update_early(ranks, case):
-    """Which updates backward has time for is each rank's own measurement. Nobody may wait for another's."""
+    """Which updates backward has time for is each rank's own measurement. No rank may wait for another's."""
     assert ranks.run(2, compare_uneven_early, case, timeout=30) == [([], True), ([], False)]
 
 

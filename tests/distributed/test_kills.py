@@ -14,6 +14,7 @@ from torch import nn
 import offstage
 from offstage import checkpoint
 from offstage.errors import CheckpointError
+from tests.support.lives import end_step
 from tests.support.ranks import RankError
 
 KILLS = 20
@@ -29,8 +30,7 @@ def build():
 def step(model, optimizer, number):
     generator = torch.Generator().manual_seed(number)
     model(torch.randn(2, 300, generator=generator).to(torch.bfloat16)).float().pow(2).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    end_step(optimizer)
 
 
 def go_on(root, kill_after=None, *, asynchronous=False):
@@ -62,7 +62,7 @@ def uninterrupted(steps):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
 def test_killed_at_random_moments(ranks, tmp_path, asynchronous):
-    """kill -9 anywhere in a save. Whoever comes next goes on from the last complete checkpoint, with the same bits."""
+    """kill -9 anywhere in a save. The next process goes on from the last complete checkpoint, with the same bits."""
     dice = random.Random(asynchronous)
     _, took = ranks.run(1, go_on, tmp_path, asynchronous=asynchronous)[0]
     incomplete = 0

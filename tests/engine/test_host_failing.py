@@ -23,22 +23,22 @@ from torch import nn
 import offstage
 from offstage.errors import StepLostError
 from offstage.planning.plan import HOST_SLOTS
-from tests.engine.test_host_updates import (
-    CPU,
+from tests.support.contract import saved_and_loaded
+from tests.support.lives import CPU, end_step
+from tests.support.params import (
     ON_HOST,
     RESIDENT,
-    THREADED,
     WHERE,
+    copy_weights,
     equal,
-    host_threads,
-    lanes,
     make_params,
     offloaded,
+    resident_after,
     result,
     steps,
 )
-from tests.support.contract import saved_and_loaded
-from tests.support.threaded_lanes import with_threads
+from tests.support.threaded_lanes import host_threads, wait_until, with_threads
+from tests.support.training import THREADED, lazily
 
 # Failing
 
@@ -75,7 +75,7 @@ MANY = ((40, 40),) * 24
 @pytest.mark.parametrize("kind", [None, 0, 1, THREADED])
 @pytest.mark.parametrize("where", ["host", "mixed"])
 def test_a_slice_that_fails_loses_the_step(where, kind):
-    with lanes(kind):
+    with lazily(kind):
         params = make_params(shapes=MANY)
         optimizer = offloaded(params, **WHERE[where])
     steps(params, optimizer, range(2))
@@ -86,19 +86,15 @@ def test_a_slice_that_fails_loses_the_step(where, kind):
     for again in (lambda: steps(params, optimizer, range(2, 3)), optimizer.state_dict):
         with pytest.raises(StepLostError):
             again()
-    for param, weight in zip(params, weights, strict=True):
-        param.data.copy_(weight)
+    copy_weights(params, weights)
     optimizer.load_state_dict(saved)
     steps(params, optimizer, range(2, 5))
-    reference_params = make_params(shapes=MANY)
-    reference = offloaded(reference_params, **RESIDENT)
-    steps(reference_params, reference, range(5))
-    assert equal(result(params, optimizer), result(reference_params, reference))
+    assert equal(result(params, optimizer), resident_after(range(5), shapes=MANY))
 
 
 @pytest.mark.parametrize("kind", [None, 0, THREADED])
 def test_failing_again_and_again_loses_no_staging_buffer(kind):
-    with lanes(kind):
+    with lazily(kind):
         params = make_params(shapes=MANY)
         optimizer = offloaded(params)
     steps(params, optimizer, range(1))
@@ -115,7 +111,7 @@ def make_model(kind=None, **config):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(24)))
     inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with lanes(kind):
+    with lazily(kind):
         return model, offstage.offload(inner, model, **{**ON_HOST, "threads": 4, **config})
 
 
@@ -126,8 +122,7 @@ def backward(model, step):
 def iterate(model, optimizer, numbers):
     for step in numbers:
         backward(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
 
 
 def after(numbers, **config):
@@ -137,7 +132,7 @@ def after(numbers, **config):
 
 
 LAST = 6
-"""The last chunk: no other waits for its staging buffer, so that nobody learns of a failure in `step()`."""
+"""The last chunk: no other waits for its staging buffer, so that `step()` does not learn of its failure."""
 FINDERS = {
     "forward": lambda model, optimizer: backward(model, 3),
     "synchronize": lambda model, optimizer: optimizer.synchronize(),
@@ -161,7 +156,7 @@ def fail_after_step(kind):
 @pytest.mark.parametrize("model_first", [False, True])
 @pytest.mark.parametrize("found_by", FINDERS)
 def test_a_slice_that_fails_after_step(found_by, model_first, kind):
-    """Whoever waits for the weights is told, and nothing goes on before a checkpoint is loaded."""
+    """The call that waits for the weights raises, and nothing goes on before a checkpoint is loaded."""
     model, optimizer, failing, saved, weights = fail_after_step(kind)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
@@ -184,7 +179,7 @@ def test_a_slice_that_fails_after_step(found_by, model_first, kind):
 
 @pytest.mark.parametrize("found_by", ["forward", "synchronize", "model.state_dict"])
 def test_what_is_under_way_when_a_step_is_lost_does_not_overwrite_what_is_loaded(found_by):
-    """One piece of a weight fails while others are still being updated: whoever is told may load at once."""
+    """One piece of a weight fails while others are still being updated: the caller that is told may load at once."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 400))
     with with_threads():
@@ -266,7 +261,7 @@ def slowly(optimizer, seconds=0.01):
 
 @pytest.mark.parametrize("kind", [None, 3, THREADED])
 def test_ctrl_c_in_a_step_comes_after_it(kind):
-    with lanes(kind):
+    with lazily(kind):
         params = make_params(shapes=MANY)
         optimizer = offloaded(params, threads=2)
     slices_of, calls = optimizer.rule.slices, itertools.count()
@@ -280,15 +275,12 @@ def test_ctrl_c_in_a_step_comes_after_it(kind):
     with pytest.raises(KeyboardInterrupt):
         steps(params, optimizer, range(1))
     steps(params, optimizer, range(1, 2))
-    reference_params = make_params(shapes=MANY)
-    reference = offloaded(reference_params, **RESIDENT)
-    steps(reference_params, reference, range(2))
-    assert equal(result(params, optimizer), result(reference_params, reference))
+    assert equal(result(params, optimizer), resident_after(range(2), shapes=MANY))
 
 
 @pytest.mark.parametrize("waiting", ["forward", "synchronize"])
 def test_ctrl_c_while_someone_waits_for_host_threads(waiting):
-    """The updates go on; whoever asks again later gets them whole."""
+    """The updates go on; the next read gets them whole."""
     model, optimizer = make_model(THREADED, overlap_forward=True)
     iterate(model, optimizer, range(2))
     slices_of = slowly(optimizer, 0.05)
@@ -306,13 +298,6 @@ def test_ctrl_c_while_someone_waits_for_host_threads(waiting):
 
 
 # The end
-
-
-def wait_until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.005)
-    return met
 
 
 @pytest.mark.parametrize("how", ["close", "drop"])
@@ -364,8 +349,7 @@ def test_workers_are_forked_while_host_threads_are_alive():
     for number, x in enumerate(batches):  # workers are forked here, with updates under way
         if number > 0:
             model(x).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
     optimizer.synchronize()
     assert equal(result(list(model.parameters()), optimizer), after(range(6)))
 

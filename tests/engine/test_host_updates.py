@@ -5,7 +5,6 @@ On lanes that run work at once, on lazy ones with the happens-before checker, an
 update while the caller goes on.
 """
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -26,27 +25,28 @@ from offstage.config import Placement
 from offstage.errors import OffstageError
 from offstage.lanes.lanes import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
-from offstage.planning.plan import HOST_SLOTS
-from tests.optimizer import test_overlap_life, test_random_life
-from tests.rules import test_torch_rule
+from offstage.planning.plan import HOST_SLOTS, Placement
 from tests.support import overlap as overlap_training
 from tests.support.contract import assert_same_tree, one_process_group, saved_and_loaded
-from tests.support.overlap import differences
-from tests.support.threaded_lanes import with_threads
-from tests.support.training import lazily, same_bits
-
-CPU = torch.device("cpu")
-SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
-ON_HOST = {**SMALL, "update_on": "host"}
-THREADED = "threaded"
-
-
-def lanes(kind):
-    """`None`: work runs at once. A number: lazy lanes with that seed."""
-    if kind is None:
-        return contextlib.nullcontext()
-    return with_threads() if kind == THREADED else lazily(kind)
-
+from tests.support.lives import CPU, end_step
+from tests.support.params import (
+    ON_HOST,
+    RESIDENT,
+    SMALL,
+    WHERE,
+    copy_weights,
+    equal,
+    make_params,
+    offloaded,
+    resident_after,
+    result,
+    steps,
+)
+from tests.support.random_lives import Iterations, Steps, assert_same_ends, events_of
+from tests.support.runs import differences
+from tests.support.threaded_lanes import host_threads, with_threads
+from tests.support.torch_classes import CASES, assert_masters_equal, same_class_run, shapes_for, train_class
+from tests.support.training import THREADED, lazily
 
 # The matrix
 
@@ -66,8 +66,12 @@ SETTINGS = {
     "everything": {"update_in_backward": True, "overlap_forward": True, "window": "40KiB"},
 }
 CLIPS = ["none", "never", "sometimes", "always"]
-SHARES = [0.0, 0.4, 1.0]
 STEPS = 4
+
+
+def form_of(name):
+    """The dtype of the weights, and the settings."""
+    return FORMATS[name].get("dtype", torch.float32), FORMATS[name].get("base", {})
 
 
 def loops_of(form):
@@ -75,20 +79,6 @@ def loops_of(form):
     if form == "fp32":
         return list(itertools.product(CLIPS, [1, 2]))
     return [("none", 1), ("sometimes", 1), ("sometimes", 2)]
-
-
-def count_what_is_under_way(run, *, before_step):
-    """As `overlap_training` counts, where there may be no pipeline."""
-    for engine in run.optimizer._engines.values():
-        if not before_step:
-            run.updates_left_to_forward += len(engine.pending)
-        elif engine._round is not None:
-            run.chunks_updated_in_backward += len(engine._round.done)
-
-
-@pytest.fixture(autouse=True)
-def _counting(monkeypatch):
-    monkeypatch.setattr(overlap_training, "_look", count_what_is_under_way)
 
 
 def train(config, form, clip="none", micro_batches=1, **arguments):
@@ -111,10 +101,10 @@ def assert_on_host(run, setting, share, clip):
     assert (on_host > 0) == (share > 0)
     assert (plan.bytes_of(Placement.STREAMED) > 0) == (share < 1)
     assert run.optimizer._engines[CPU].bytes_updated_on_host == STEPS * on_host
-    assert (run.updates_left_to_forward > 0) == bool(config.get("overlap_forward"))
+    assert (run.left_to_forward > 0) == bool(config.get("overlap_forward"))
     # Updates on the host are not speculative: with clipping, step() makes them.
     early = config.get("update_in_backward") and (share < 1 or clip == "none")
-    assert (run.chunks_updated_in_backward > 0) == bool(early)
+    assert (run.updated_in_backward > 0) == bool(early)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -125,7 +115,7 @@ def test_every_combination_gives_the_bits_of_the_plain_step(setting, share, form
     start = list(SETTINGS).index(setting) + list(FORMATS).index(form)
     for number, (clip, micro_batches) in enumerate(loops_of(form), start):
         for kind in [number % 9, None] if number % 3 == 0 else [number % 9]:
-            with lanes(kind):
+            with lazily(kind):
                 run = train({**SETTINGS[setting], "host_fraction": share}, form, clip, micro_batches)
             assert differences(plain(form, clip, micro_batches), run) == [], (clip, micro_batches, kind)
             assert_on_host(run, setting, share, clip)
@@ -135,7 +125,7 @@ def test_every_combination_gives_the_bits_of_the_plain_step(setting, share, form
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_without_a_share_nothing_is_updated_on_the_host(setting, form):
     number = list(SETTINGS).index(setting)
-    with lanes([number, None][number % 2]):
+    with lazily([number, None][number % 2]):
         run = train({**SETTINGS[setting], "host_fraction": 0.0}, form, "sometimes")
     assert differences(plain(form, "sometimes"), run) == []
     assert_on_host(run, setting, 0.0, "sometimes")
@@ -157,7 +147,7 @@ def test_real_threads_give_the_bits_of_the_plain_step(setting, share):
 @pytest.mark.parametrize("setting", ["in step", "overlap_forward", "in backward, overlap_forward"])
 def test_checkpointing(setting, share, kind):
     expected = train(None, "bf16, split masters", checkpointing="reentrant")
-    with lanes(kind):
+    with lazily(kind):
         config = {**SETTINGS[setting], "host_fraction": share}
         run = train(config, "bf16, split masters", checkpointing="reentrant")
     assert differences(expected, run) == []
@@ -165,12 +155,8 @@ def test_checkpointing(setting, share, kind):
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(test_random_life.EVENTS), st.integers(0, 255)),
-        min_size=3,
-        max_size=14,
-    ),
-    st.sampled_from(test_random_life.FORMATS),
+    events_of(Steps, fewest=3, most=14),
+    st.sampled_from(Steps.FORMATS),
     st.sampled_from([1.0, 0.6]),
     st.sampled_from([0.3, 0.6, 1.0]),
     st.integers(0, 1000),
@@ -178,91 +164,38 @@ def test_checkpointing(setting, share, kind):
 def test_lives_with_the_cpu_and_without_are_the_same(events, kind, fraction, share, seed):
     dtype, config = kind
     with lazily(seed):
-        plan = {**SMALL, "fraction": fraction, "host_fraction": share}
-        ours = test_random_life.Life(seed, dtype, {**config, **plan})
-    resident = test_random_life.Life(seed, dtype, {**config, "fraction": 0.0})
-    for event, number in events:
-        ours.live(event, number)
-        resident.live(event, number)
-    assert all(same_bits(a, b) for a, b in zip(ours.end(), resident.end(), strict=True))
+        ours = Steps(seed, dtype, {**config, **SMALL, "fraction": fraction, "host_fraction": share})
+    assert_same_ends(ours, Steps(seed, dtype, {**config, "fraction": 0.0}), events)
 
 
 @settings(deadline=None, max_examples=30)
 @given(
-    st.lists(
-        st.tuples(st.sampled_from(test_overlap_life.EVENTS), st.integers(0, 255)),
-        min_size=4,
-        max_size=14,
-    ),
-    st.sampled_from(test_overlap_life.FORMATS),
+    events_of(Iterations, fewest=4, most=14),
+    st.sampled_from(Iterations.FORMATS),
     st.sampled_from([0.4, 1.0]),
     st.sampled_from(list(SETTINGS.values())),
-    st.sampled_from(test_overlap_life.CLIPS),
-    st.sampled_from(test_overlap_life.IN_BETWEEN),
+    st.sampled_from(Iterations.CLIPS),
+    st.sampled_from(Iterations.IN_BETWEEN),
     st.integers(0, 1000),
 )
 def test_overlapped_lives_with_the_cpu_and_plain_ones_are_the_same(events, kind, share, overlap, clip, moment, seed):
     dtype, config = kind
     with lazily(seed):
-        ours = test_overlap_life.Life(seed, dtype, {**config, **overlap, "host_fraction": share}, clip, moment)
-    other = test_overlap_life.Life(seed, dtype, config, clip, "nothing")
-    for event, number in events:
-        ours.live(event, number)
-        other.live(event, number)
-    assert all(same_bits(a, b) for a, b in zip(ours.end(), other.end(), strict=True))
+        ours = Iterations(seed, dtype, {**config, **overlap, "host_fraction": share}, clip, moment)
+    assert_same_ends(ours, Iterations(seed, dtype, config, clip, "nothing"), events)
 
 
 # Parameters set by hand
 
 
-def make_params(dtype=torch.float32, shapes=((900,),) * 8):
-    torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
-
-
-def offloaded(params, make=torch.optim.AdamW, options=None, **config):
-    options = {"lr": 0.1, "weight_decay": 0.1} if options is None else options
-    return offstage.offload(make(params, **options), **{**ON_HOST, **config})
-
-
-def steps(params, optimizer, numbers=range(3), seed=5):
-    """Gradients depend on the number of the step alone."""
-    for number in numbers:
-        generator = torch.Generator().manual_seed(seed + number)
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def result(params, optimizer):
-    state = optimizer.state_dict()["state"]
-    values = [torch.as_tensor(value).clone() for one in state.values() for _, value in sorted(one.items())]
-    return [param.detach().clone() for param in params] + values
-
-
-def equal(ours, theirs):
-    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-RESIDENT = {"update_on": "device", "fraction": 0.0}
-WHERE = {
-    "resident": RESIDENT,
-    "streamed": {"update_on": "device"},
-    "host": {},
-    "mixed": {"update_on": "auto", "host_fraction": 0.5, "fraction": 0.8},
-}
-"""On top of `ON_HOST`."""
-
-
 @pytest.mark.parametrize("form", FORMATS)
 def test_any_number_of_threads_gives_the_same_bits(form, monkeypatch):
     monkeypatch.setattr("offstage.rules.adamw._SLICE", 1000)
-    dtype, base = FORMATS[form].get("dtype", torch.float32), FORMATS[form].get("base", {})
+    dtype, base = form_of(form)
     shapes = ((11_003,), (40, 50), (7,))
 
     def run(kind, **config):
-        with lanes(kind):
+        with lazily(kind):
             params = make_params(dtype, shapes)
             optimizer = offloaded(params, **base, **config)
         slices_of, seen = optimizer.rule.slices, set()
@@ -288,10 +221,6 @@ def test_any_number_of_threads_gives_the_same_bits(form, monkeypatch):
 # Placement
 
 
-def host_threads():
-    return {thread for thread in threading.enumerate() if thread.name.startswith("offstage-host")}
-
-
 @pytest.mark.parametrize("fraction", [1.0, 0.6])
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.4, 0.5, 0.9])
 def test_the_cpus_share_is_met_within_one_parameter(share, fraction):
@@ -311,13 +240,8 @@ def test_the_cpus_share_is_met_within_one_parameter(share, fraction):
 
 def lanes_used(**config):
     made = []
-
-    def factory(device):
-        made.append(LazyLanes(device, seed=1))
-        return made[-1]
-
     params = make_params()
-    with use_lanes(factory):
+    with use_lanes(lambda device: made.append(LazyLanes(device, seed=1)) or made[-1]):
         optimizer = offloaded(params, **config)
     steps(params, optimizer)
     return optimizer, {lane for one in made for lane in one.log}
@@ -385,14 +309,12 @@ def test_the_plan_the_repr_and_the_receipt_tell():
 
 
 def test_small_parameters_stay_on_the_device():
-    params = make_params(shapes=((20_000,), (10,), (20_000,)))
+    shapes = ((20_000,), (10,), (20_000,))
+    params = make_params(shapes=shapes)
     optimizer = offloaded(params, min_bytes="1KiB")
     assert [one.value for one in optimizer.plan.placements] == ["host", "resident", "host"]
-    reference_params = make_params(shapes=((20_000,), (10,), (20_000,)))
-    reference = offloaded(reference_params, **RESIDENT)
     steps(params, optimizer)
-    steps(reference_params, reference)
-    assert equal(result(params, optimizer), result(reference_params, reference))
+    assert equal(result(params, optimizer), resident_after(range(3), shapes=shapes))
 
 
 def test_a_device_budget_needs_no_slots():
@@ -416,10 +338,7 @@ def test_the_host_budget_counts_staging_buffers():
 @pytest.mark.parametrize("after", WHERE)
 @pytest.mark.parametrize("before", WHERE)
 def test_state_goes_from_any_place_to_any_other(before, after, form):
-    dtype, base = FORMATS[form].get("dtype", torch.float32), FORMATS[form].get("base", {})
-    expected_params = make_params(dtype)
-    expected = offloaded(expected_params, **base, **RESIDENT)
-    steps(expected_params, expected, range(4))
+    dtype, base = form_of(form)
     first_params = make_params(dtype)
     first = offloaded(first_params, **base, **WHERE[before])
     steps(first_params, first, range(2))
@@ -428,41 +347,41 @@ def test_state_goes_from_any_place_to_any_other(before, after, form):
         params = [nn.Parameter(param.detach().clone()) for param in first_params]
         optimizer = offloaded(params, **base, **WHERE[after])
     steps(params, optimizer, range(7, 8))  # it has state of its own, and loading is in the middle of training
-    for param, value in zip(params, first_params, strict=True):
-        param.data.copy_(value.detach())
+    copy_weights(params, first_params)
     optimizer.load_state_dict(saved)
     steps(params, optimizer, range(2, 4))
-    assert equal(result(params, optimizer), result(expected_params, expected))
+    assert equal(result(params, optimizer), resident_after(range(4), dtype, **base))
+
+
+def plainly_after(numbers, make, shapes=((900,),) * 8, **options):
+    """What the same steps come to with torch's own class."""
+    params = make_params(shapes=shapes)
+    optimizer = make(params, **options)
+    steps(params, optimizer, numbers)
+    return result(params, optimizer)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.NAdam], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("to_plain", [False, True])
 def test_state_goes_to_plain_torch_and_back(to_plain, make):
-    plain_params = make_params()
-    plain_one = make(plain_params, lr=0.1)
-    params = make_params()
-    ours = offloaded(params, make, {"lr": 0.1}, rule="torch")
-    source, target = (ours, plain_one) if to_plain else (plain_one, ours)
-    source_params, target_params = (params, plain_params) if to_plain else (plain_params, params)
-    steps(source_params, source, range(2))
-    for param, value in zip(target_params, source_params, strict=True):
-        param.data.copy_(value.detach())
-    target.load_state_dict(saved_and_loaded(source.state_dict()))
-    steps(source_params, source, range(2, 4))
-    steps(target_params, target, range(2, 4))
-    assert equal(result(target_params, target), result(source_params, source))
+    plain_params, params = make_params(), make_params()
+    sides = [(plain_params, make(plain_params, lr=0.1)), (params, offloaded(params, make, {"lr": 0.1}, rule="torch"))]
+    source, target = sides[::-1] if to_plain else sides
+    steps(*source, range(2))
+    copy_weights(target[0], source[0])
+    target[1].load_state_dict(saved_and_loaded(source[1].state_dict()))
+    for side in sides:
+        steps(*side, range(2, 4))
+    assert equal(result(*target), result(*source))
 
 
 def test_an_optimizer_with_state_is_taken_over():
-    plain_params = make_params()
-    plain_one = torch.optim.NAdam(plain_params)
-    steps(plain_params, plain_one, range(4))
     params = make_params()
     inner = torch.optim.NAdam(params)
     steps(params, inner, range(2))
     optimizer = offstage.offload(inner, **ON_HOST)
     steps(params, optimizer, range(2, 4))
-    assert equal(result(params, optimizer), result(plain_params, plain_one))
+    assert equal(result(params, optimizer), plainly_after(range(4), torch.optim.NAdam))
 
 
 def test_distributed_checkpoints_of_an_optimizer_on_the_host():
@@ -509,10 +428,10 @@ def test_reads_are_without_a_copy():
 @pytest.mark.parametrize("where", ["host", "mixed"])
 @pytest.mark.parametrize("form", ["fp32", "bf16, split masters"])
 def test_groups_are_added_and_options_switched_on_in_training(form, where, kind):
-    dtype, base = FORMATS[form].get("dtype", torch.float32), FORMATS[form].get("base", {})
+    dtype, base = form_of(form)
 
     def live(config, kind=None):
-        with lanes(kind):
+        with lazily(kind):
             params = make_params(dtype)
             optimizer = offloaded(params, **base, **config)
         steps(params, optimizer, range(2))
@@ -536,27 +455,24 @@ def test_groups_are_added_and_options_switched_on_in_training(form, where, kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("make", "options"), test_torch_rule.CASES, ids=lambda x: getattr(x, "__name__", str(x)))
+@pytest.mark.parametrize(("make", "options"), CASES, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_other_classes_equal_the_plain_class(make, options, dtype):
-    weights, state = test_torch_rule.train(make, options, dtype, None)
+    plain = train_class(make, options, dtype, None)
     host, half = {"update_on": "host"}, {"host_fraction": 0.5}
     for kind, config in ((None, host), (1, half), (THREADED, host), (THREADED, half)):
-        with lanes(kind):
-            got = test_torch_rule.train(make, options, dtype, {"master_weights": "none", "threads": 4, **config})
-        assert all(same_bits(a, b) for a, b in zip(got[0], weights, strict=True)), (kind, config)
-        assert got[1].keys() == state.keys()
-        assert all(same_bits(got[1][key], state[key]) for key in state), (kind, config)
+        with lazily(kind):
+            got = train_class(make, options, dtype, {"master_weights": "none", "threads": 4, **config})
+        assert same_class_run(got, plain), (kind, config)
 
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [case for case in test_torch_rule.CASES if case[0] in (torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon)],
+    [case for case in CASES if case[0] in (torch.optim.SGD, torch.optim.Adafactor, torch.optim.Muon)],
     ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_other_classes_with_masters(make, options):
     """The class runs on the fp32 masters, the weights are the masters rounded."""
-    shapes = test_torch_rule.shapes_for(make)
-    ours = make_params(torch.bfloat16, shapes)
+    ours = make_params(torch.bfloat16, shapes_for(make))
     theirs = [nn.Parameter(param.detach().float()) for param in ours]
     optimizer, other = offloaded(ours, make, options, rule="torch"), make(theirs, **options)
     for number in range(4):
@@ -566,31 +482,22 @@ def test_other_classes_with_masters(make, options):
             b.grad = a.grad.float()
         optimizer.step()
         other.step()
-    state = optimizer.state_dict()["state"]
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert same_bits(state[number]["master_weight"], b.detach())
-        assert same_bits(a.detach(), b.detach().bfloat16())
+    assert_masters_equal(ours, optimizer, theirs)
 
 
 def test_capturable_is_for_the_device():
     """On the host it would be refused by torch; the arithmetic is the same without."""
-    plain_params = make_params()
-    plain_one = torch.optim.AdamW(plain_params, lr=0.1)
-    steps(plain_params, plain_one)
     params = make_params()
     optimizer = offloaded(params, options={"lr": 0.1, "capturable": True}, rule="torch")
     steps(params, optimizer)
-    assert equal(result(params, optimizer), result(plain_params, plain_one))
+    assert equal(result(params, optimizer), plainly_after(range(3), torch.optim.AdamW, lr=0.1))
 
 
 @pytest.mark.parametrize("config", [{"update_on": "host"}, {"update_on": "auto", "host_fraction": 0.5}])
 def test_chunks_of_other_classes_are_updated_at_the_same_time(config):
     """Two threads run the user's class at once, and the caller too: none sees what belongs to another."""
     shapes = ((64, 64),) * 12
-    plain_params = make_params(shapes=shapes)
-    plain_one = torch.optim.NAdam(plain_params)
-    steps(plain_params, plain_one, range(4))
-    expected = result(plain_params, plain_one)
+    expected = plainly_after(range(4), torch.optim.NAdam, shapes)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -627,7 +534,7 @@ def load_model(model, where):
 @pytest.mark.parametrize("form", ["fp32", "bf16, fp32 masters", "bf16, split masters"])
 @pytest.mark.parametrize("where", ["host", "mixed"])
 def test_a_weight_that_someone_else_wrote_wins(where, form, rule, write, caplog):
-    dtype, base = FORMATS[form].get("dtype", torch.float32), FORMATS[form].get("base", {})
+    dtype, base = form_of(form)
     if rule == "torch" and base.get("master_weights") == "split":
         base = {"master_weights": "fp32"}
 
@@ -683,7 +590,7 @@ def test_odd_parameters(dtype, kind):
     """Two groups, a tensor lr, parameters without a gradient now and then, one that never gets one."""
 
     def live(config, kind=None):
-        with lanes(kind):
+        with lazily(kind):
             params = odd_params(dtype)
             groups = [
                 {"params": params[:4], "lr": torch.tensor(0.05)},
@@ -713,7 +620,7 @@ def test_gradients_wider_than_their_weights(kind):
     """Staging buffers grow for fp32 gradients of bf16 parameters, in the middle of a step."""
 
     def live(config, kind=None):
-        with lanes(kind):
+        with lazily(kind):
             params = make_params(torch.bfloat16, ((6000,),) * 6)
             optimizer = offloaded(params, **config)
         for step in range(4):
@@ -723,8 +630,7 @@ def test_gradients_wider_than_their_weights(kind):
                 wide = step >= 1 and number >= 3
                 value = torch.randn(param.shape, generator=generator)
                 param.grad = value if wide else value.bfloat16()
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
         return optimizer, result(params, optimizer)
 
     optimizer, got = live({}, kind)
@@ -738,7 +644,7 @@ def test_gradients_wider_than_their_weights(kind):
 @pytest.mark.parametrize("kind", [None, 0, THREADED])
 def test_a_step_that_the_scaler_skips_moves_nothing(kind):
     def live(config, kind=None):
-        with lanes(kind):
+        with lazily(kind):
             params = make_params()
             optimizer = offloaded(params, **config)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -762,7 +668,7 @@ def test_a_step_that_the_scaler_skips_moves_nothing(kind):
 @pytest.mark.parametrize("kind", [None, 0, THREADED])
 def test_a_closure(kind):
     def live(config, kind=None):
-        with lanes(kind):
+        with lazily(kind):
             params = make_params()
             optimizer = offloaded(params, **config)
         losses = []

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ring and the trip of a chunk, checked exhaustively for small cases."""
 
+import functools
 import itertools
 import random
 from collections.abc import Iterator
@@ -66,11 +67,16 @@ def test_every_interleaving_keeps_the_ring_sound(num_chunks, num_slots):
     assert away_together == min(num_chunks, num_slots)
 
 
-def make_pipeline(lanes, num_chunks, num_slots):
+@functools.cache
+def layout_and_arenas(num_chunks):
     numel = 2048 * num_chunks
     layout = make_layout([{"a": numel, "b": numel}], {"a": 4, "b": 4}, [numel], chunk_bytes=16 * 1024, split=True)
     assert len(layout.chunks) == num_chunks
-    arenas = {key: Arena(numel, torch.float32, CPU, pin=False) for key in ("a", "b")}
+    return layout, {key: Arena(numel, torch.float32, CPU, pin=False) for key in ("a", "b")}
+
+
+def make_pipeline(lanes, num_chunks, num_slots):
+    layout, arenas = layout_and_arenas(num_chunks)
     pipeline = Pipeline(lanes, num_slots=num_slots, slot_bytes=layout.slot_bytes)
     pipeline.prepare()
     return pipeline, HostState(layout, arenas)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,8 @@ import offstage
 from benchmarks.overlap_bits import Checked, delayed_lanes
 from offstage.activations.offload import ActivationOffload, offload_activations
 from offstage.lanes.lanes import Lane, use_lanes
+from tests.support.gates import no_synchronisation
+from tests.support.lives import end_step
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, TOKENS = 256, 512
@@ -72,8 +73,7 @@ def train(
         loss.backward()
         if state is None or not state.get("update_in_backward"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         found.append(loss.detach())
     optimizer.synchronize()
     if handle is not None:
@@ -197,15 +197,6 @@ def test_no_synchronisation_and_no_growth() -> None:
                 iterate(length)
         assert handle.host_bytes == pool
         assert torch.cuda.memory_reserved() == reserved
-
-
-@contextlib.contextmanager
-def no_synchronisation() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_capture_is_refused() -> None:

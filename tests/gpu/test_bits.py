@@ -12,6 +12,7 @@ from offstage.rules.rule import Hyperparameters
 from tests.support.training import same_bits
 
 STEPS = 30
+OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "maximize": False, "fresh": False}
 DELAYED = ("fp32", "bf16, fp32 masters", "bf16, split masters")
 
 
@@ -68,13 +69,9 @@ def test_triton_and_numba_agree() -> None:
                     coefficients=coefficients.to(where),
                     prints=prints if kind == "split" else None,
                     foreign=torch.zeros(1, dtype=torch.int64, device=where),
-                    beta1=0.9,
-                    beta2=0.95,
                     weight_decay=0.1,
-                    eps=1e-8,
-                    maximize=False,
                     decoupled=decoupled,
-                    fresh=False,
+                    **OPTIONS,
                 )
             for ours, theirs in zip(host, device, strict=True):
                 if ours is not None:
@@ -104,13 +101,9 @@ def test_every_tie_survives_on_the_device(moments: torch.dtype) -> None:
                 coefficients=torch.tensor([0.0, 1e-3, 1.0], device="cuda"),
                 prints=(torch.zeros(1, dtype=torch.int64, device="cuda"),) * 2,
                 foreign=torch.zeros(1, dtype=torch.int64, device="cuda"),
-                beta1=0.9,
-                beta2=0.95,
                 weight_decay=0.0,
-                eps=1e-8,
-                maximize=False,
                 decoupled=True,
-                fresh=False,
+                **OPTIONS,
             )
             joined, _ = join(device[0].cpu(), low_device.cpu(), device[3].cpu().float())
             assert same_bits(joined, master)

@@ -40,6 +40,8 @@ from offstage.errors import CheckpointError, ConfigError
 from offstage.lanes.lanes import Lane, use_lanes
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.tensors import local_of
+from tests.support.gates import DeviceMemory
+from tests.support.lives import end_step
 from tests.support.training import same_bits
 
 DEVICE, BACKEND = "cuda", "nccl"
@@ -112,12 +114,11 @@ class Job:
             self.updated_in_backward += sum(isinstance(param.grad, DroppedGradient) for param in params)
             if self._clip != "none":
                 self._clip_gradients(params)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            end_step(self.optimizer)
         return self
 
     def skip(self, steps: int) -> "Job":
-        """The data of `steps` steps was trained on by someone else."""
+        """The data of `steps` steps was trained on by another job."""
         for _ in range(steps):
             next(self._data)
         return self
@@ -217,23 +218,6 @@ def test_parameters_that_fsdp2_has_offloaded_are_refused() -> None:
 
 
 # State on the host
-
-
-class DeviceMemory:
-    """By how much device memory has grown: for good, and for a while."""
-
-    def __init__(self) -> None:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        self._before = torch.cuda.memory_allocated()
-
-    def growth(self) -> int:
-        torch.cuda.synchronize()
-        return torch.cuda.memory_allocated() - self._before
-
-    def peak_growth(self) -> int:
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - self._before
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updates on the host with real streams: the bits of the device, nothing unordered, nothing lost, nothing grows."""
 
-import contextlib
+import copy
 import functools
 import gc
 import itertools
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,24 @@ from torch import nn
 
 import offstage
 from benchmarks.bits import LANES_TO_HOST, ON_HOST, DelayedLanes, mismatches
-from benchmarks.overlap_bits import SETTINGS, SMALL, Checked, Run, batches, build, delayed_lanes, offloaded, train
-from benchmarks.overlap_bits import mismatches as differences
-from offstage.config import Placement
-from offstage.errors import OffstageError, RaceError, StepLostError
+from benchmarks.overlap_bits import SETTINGS, SMALL, Checked, Run, batches, build, delayed_lanes, offloaded
+from offstage.errors import OffstageError, StepLostError
 from offstage.lanes.lanes import Lane, use_lanes
-from offstage.lanes.testing.checked import CheckedLanes
-from tests.support.training import same_bits
-
-DEVICE = "cuda"
-STEPS = 8
+from offstage.planning.plan import Placement
+from tests.support.gates import (
+    DEVICE,
+    DeviceMemory,
+    Elsewhere,
+    Forgetful,
+    assert_same,
+    is_a_race,
+    run_gates,
+    steps_on_three_streams,
+)
+from tests.support.lives import end_step
+from tests.support.params import copy_weights, result, set_gradients, steps
+from tests.support.params import equal as same
+from tests.support.params import make_params as make_params_on
 
 # The bits of fused AdamW
 
@@ -69,18 +77,12 @@ OVERLAPPED = (
     "update_in_backward, overlap_forward, window",
 )
 SHARES = (0.5, 1.0)
-run_gates = functools.partial(train, steps=STEPS, size=SMALL, device=DEVICE)
 
 
 @functools.cache
 def plain(clip: str = "none") -> Run:
     """Everything resident and updated in step(), torch's own clipping."""
     return run_gates({"master_weights": "fp32", "fraction": 0.0}, clip=clip, clipped_by_torch=True)
-
-
-def assert_same(run: Run, reference: Run) -> None:
-    assert not {name: count for name, count in differences(run, reference).items() if count}
-    assert all(weight.isfinite().all() for weight in run.weights)
 
 
 @pytest.mark.parametrize("setting", OVERLAPPED)
@@ -121,27 +123,6 @@ def test_the_checker_finds_nothing_on_real_streams(setting: str) -> None:
         assert_same(run, plain("sometimes"))
 
 
-class Forgetful(CheckedLanes):
-    """Leaves out the wait of one name."""
-
-    def __init__(self, device: torch.device, forgotten: str) -> None:
-        super().__init__(device)
-        self._forgotten = forgotten
-
-    def submit(self, lane: Lane, work: Callable[[], None], *, after: dict, **buffers: Any) -> Any:
-        return super().submit(lane, work, after=self._kept(after), **buffers)
-
-    def submit_on_host(self, slices: Sequence[Callable[[], None]], *, after: dict, **buffers: Any) -> Any:
-        return super().submit_on_host(slices, after=self._kept(after), **buffers)
-
-    def wait(self, mark: Any, reason: str) -> None:
-        if reason != self._forgotten:
-            super().wait(mark, reason)
-
-    def _kept(self, after: dict) -> dict:
-        return {reason: mark for reason, mark in after.items() if reason != self._forgotten}
-
-
 @pytest.mark.parametrize(
     "wait",
     [
@@ -157,10 +138,7 @@ def test_the_checker_notices_a_missing_wait(wait: str) -> None:
     with use_lanes(lambda device: Forgetful(device, wait)), pytest.raises(OffstageError) as caught:
         run_gates({"overlap_forward": True, "update_on": "host"})
     torch.accelerator.synchronize()  # the buffers are still there: the traceback holds them
-    error: BaseException | None = caught.value
-    while error is not None and not isinstance(error, RaceError):
-        error = error.__cause__ or error.__context__
-    assert error is not None
+    assert is_a_race(caught.value)
 
 
 # Parameters set by hand
@@ -173,38 +151,13 @@ WHERE: dict[str, dict[str, Any]] = {
 }
 
 
-def make_params(dtype: torch.dtype = torch.float32, shapes: Sequence[Any] = ((300, 100),) * 8) -> list[nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator).to(DEVICE, dtype)) for shape in shapes]
+make_params = functools.partial(make_params_on, shapes=((300, 100),) * 8, device=DEVICE)
 
 
-def make(
-    config: dict[str, Any], dtype: torch.dtype = torch.float32, shapes: Sequence[Any] = ((300, 100),) * 8
-) -> tuple[list[nn.Parameter], offstage.OffloadedOptimizer]:
-    params = make_params(dtype, shapes)
+def make(config: dict[str, Any], *args: Any, **options: Any) -> tuple[list[nn.Parameter], offstage.OffloadedOptimizer]:
+    params = make_params(*args, **options)
     inner = torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)  # which a state dict takes along
     return params, offstage.offload(inner, **{"min_bytes": 0, "chunk_bytes": "64KiB", **config})
-
-
-def steps(params: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> None:
-    """Gradients depend on the number of the step alone."""
-    for number in numbers:
-        generator = torch.Generator().manual_seed(number)
-        for param in params:
-            param.grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def result(params: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    state = optimizer.state_dict()["state"]
-    values = [torch.as_tensor(value).cpu().clone() for one in state.values() for _, value in sorted(one.items())]
-    return [param.detach().cpu() for param in params] + values
-
-
-def same(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    assert all(tensor.isfinite().all() for tensor in ours)
-    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def after(numbers: Sequence[int], **arguments: Any) -> list[torch.Tensor]:
@@ -218,14 +171,12 @@ def test_all_on_the_host_takes_no_device_memory() -> None:
     params = make_params(shapes=((2048, 2048),) * 4)
     for param in params:
         param.grad = torch.zeros_like(param)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    memory = DeviceMemory()
     optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="8MiB", update_on="host")
     for _ in range(3):
         optimizer.step()
     optimizer.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
+    assert memory.peak_growth() <= 64 * 1024
     assert optimizer.receipt().device_state_bytes == 0
 
 
@@ -290,9 +241,7 @@ def test_state_goes_from_place_to_place(source: str, target: str, masters: str) 
     steps(first_params, first, range(3))
     params, optimizer = make(WHERE[target] | formats, torch.bfloat16)
     steps(params, optimizer, [9])  # it has state of its own
-    with torch.no_grad():
-        for param, value in zip(params, first_params, strict=True):
-            param.copy_(value)
+    copy_weights(params, first_params)
     optimizer.load_state_dict(first.state_dict())
     steps(params, optimizer, range(3, 5))
     assert same(result(params, optimizer), after(range(5), dtype=torch.bfloat16, config=formats))
@@ -303,14 +252,10 @@ def test_state_goes_to_plain_torch_and_back() -> None:
     plain_one = torch.optim.AdamW(plain_params, lr=0.01, weight_decay=0.1, fused=True)
     params, optimizer = make(WHERE["host"])
     steps(params, optimizer, range(2))
-    with torch.no_grad():
-        for param, value in zip(plain_params, params, strict=True):
-            param.copy_(value)
+    copy_weights(plain_params, params)
     plain_one.load_state_dict(optimizer.state_dict())
     steps(plain_params, plain_one, range(2, 4))
-    with torch.no_grad():
-        for param, value in zip(params, plain_params, strict=True):
-            param.copy_(value)
+    copy_weights(params, plain_params)
     optimizer.load_state_dict(plain_one.state_dict())
     steps(params, optimizer, range(4, 6))
     assert same(result(params, optimizer)[: len(params)], after(range(6))[: len(params)])
@@ -366,9 +311,8 @@ def test_a_class_updates_on_both_sides_at_once() -> None:
     others = [torch.optim.NAdam([param]) for param in theirs]
     for number in range(5):
         steps(params, optimizer, [number])
-        generator = torch.Generator().manual_seed(number)
-        for param, other in zip(theirs, others, strict=True):
-            param.grad = torch.randn(param.shape, generator=generator).to(param.device)
+        set_gradients(theirs, number)
+        for other in others:
             other.step()
     assert any(on_host)
     assert same([param.detach().cpu() for param in params], [param.detach().cpu() for param in theirs])
@@ -396,8 +340,7 @@ def fail_once(optimizer: offstage.OffloadedOptimizer, at: int) -> Callable[[], N
 def test_a_slice_that_fails_loses_the_step(config: dict[str, Any]) -> None:
     params, optimizer = make(config)
     steps(params, optimizer, range(2))
-    saved = {**optimizer.state_dict()}
-    saved["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()}
+    saved = copy.deepcopy(optimizer.state_dict())
     weights = [param.detach().clone() for param in params]
     repair = fail_once(optimizer, at=2)
     with pytest.raises(StepLostError, match="in a slice"):
@@ -405,9 +348,7 @@ def test_a_slice_that_fails_loses_the_step(config: dict[str, Any]) -> None:
     repair()
     with pytest.raises(StepLostError):
         optimizer.state_dict()
-    with torch.no_grad():
-        for param, weight in zip(params, weights, strict=True):
-            param.copy_(weight)
+    copy_weights(params, weights)
     optimizer.load_state_dict(saved)
     steps(params, optimizer, range(2, 4))
     assert same(result(params, optimizer), after(range(4)))
@@ -416,8 +357,7 @@ def test_a_slice_that_fails_loses_the_step(config: dict[str, Any]) -> None:
 def iterate(model: nn.Module, optimizer: torch.optim.Optimizer, data: Sequence[Any]) -> None:
     for x, gradient in data:
         model(x).backward(gradient)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
 
 
 def test_a_slice_that_fails_under_overlap_is_told_in_the_next_forward() -> None:
@@ -425,8 +365,7 @@ def test_a_slice_that_fails_under_overlap_is_told_in_the_next_forward() -> None:
     model = build(SMALL, DEVICE)
     optimizer = offloaded(model, SMALL, {"overlap_forward": True, "update_on": "host"})
     iterate(model, optimizer, data[:2])
-    saved = {**optimizer.state_dict()}
-    saved["state"] = {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()}
+    saved = copy.deepcopy(optimizer.state_dict())
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     repair = fail_once(optimizer, at=1)
     with pytest.raises(StepLostError, match="in a slice"):
@@ -534,7 +473,7 @@ def test_nothing_grows(config: dict[str, Any]) -> None:
 
 
 def test_step_returns_before_the_host_has_updated() -> None:
-    """With `overlap_forward` nobody waits in step(), however long the host takes."""
+    """With `overlap_forward` step() does not wait, however long the host takes."""
     data = batches(SMALL, DEVICE, 4)
     model = build(SMALL, DEVICE)
     optimizer = offloaded(model, SMALL, {"overlap_forward": True, "update_on": "host", "threads": 2})
@@ -559,24 +498,6 @@ def test_step_returns_before_the_host_has_updated() -> None:
 # Streams and graphs
 
 
-class Elsewhere:
-    """Forward and backward on a stream of their own; `step_too`: everything else as well."""
-
-    def __init__(self, *, step_too: bool) -> None:
-        self.stream = torch.cuda.Stream()
-        self._step_too = step_too
-
-    @contextlib.contextmanager
-    def __call__(self, moment: str) -> Iterator[None]:
-        if moment == "step" and not self._step_too:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
-
-
 @pytest.mark.parametrize("step_too", [False, True])
 def test_training_on_another_stream(step_too: bool) -> None:
     config = {**SETTINGS["update_in_backward, overlap_forward"], "master_weights": "split", "host_fraction": 0.5}
@@ -587,24 +508,11 @@ def test_training_on_another_stream(step_too: bool) -> None:
 
 
 def test_gradients_may_be_freed_and_overwritten_at_once() -> None:
-    """Each step from another stream; the gradients' memory is taken by someone else right after step()."""
+    """Each step from another stream; the gradients' memory is overwritten right after step()."""
 
     def live(config: dict[str, Any]) -> list[torch.Tensor]:
         params, optimizer = make(config)
-        streams = [torch.cuda.Stream() for _ in range(3)]
-        generator = torch.Generator(DEVICE).manual_seed(1)
-        for step in range(9):
-            stream = streams[step % 3]
-            stream.wait_stream(streams[(step - 1) % 3])
-            stream.wait_stream(torch.cuda.default_stream())
-            with torch.cuda.stream(stream):
-                for param in params:
-                    param.grad = torch.randn(param.shape, device=DEVICE, generator=generator)
-                optimizer.step()
-                optimizer.zero_grad()
-                for _ in range(16):
-                    torch.full((300, 100), torch.nan, device=DEVICE)
-        torch.cuda.synchronize()
+        steps_on_three_streams(params, optimizer, 9)
         return result(params, optimizer)
 
     with use_lanes(lambda device: DelayedLanes(device, Lane.LOWER)):

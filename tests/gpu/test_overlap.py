@@ -27,34 +27,34 @@ from benchmarks.overlap_bits import (
     batches,
     build,
     delayed_lanes,
-    mismatches,
     offloaded,
-    train,
     update_all_early,
 )
 from benchmarks.steady_state import OVERLAP_CASES, overlap_steady_state
-from offstage.errors import OffstageError, RaceError
+from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lane, use_lanes
-from offstage.lanes.testing.checked import CheckedLanes
-from tests.support.training import same_bits
+from tests.support.gates import (
+    DEVICE,
+    STEPS,
+    Elsewhere,
+    Forgetful,
+    assert_same,
+    is_a_race,
+    no_synchronisation,
+    run_gates,
+)
+from tests.support.lives import end_step
+from tests.support.params import equal as same
+from tests.support.params import result as result_of
 
-DEVICE = "cuda"
-STEPS = 8
 CLIPS = ["none", "never", "sometimes", "always"]
 OVERLAPPED = {name: config for name, config in SETTINGS.items() if config}
-run_gates = functools.partial(train, steps=STEPS, size=SMALL, device=DEVICE)
 
 
 @functools.cache
 def plain(clip: str = "none", infinite_step: int | None = None) -> Run:
     """Updates in step(), fp32 masters, torch's own clipping. What every other run is compared with."""
     return run_gates({"master_weights": "fp32"}, clip=clip, infinite_step=infinite_step, clipped_by_torch=True)
-
-
-def assert_same(run: Run, reference: Run) -> None:
-    found = {name: count for name, count in mismatches(run, reference).items() if count}
-    assert not found
-    assert all(weight.isfinite().all() for weight in run.weights)
 
 
 def assert_overlapped(run: Run, config: dict[str, Any], clip: str = "none") -> None:
@@ -117,32 +117,6 @@ def test_the_checker_finds_nothing_on_real_streams(setting: str, clip: str) -> N
     assert_same(run, plain(clip))
 
 
-class Forgetful(CheckedLanes):
-    """Leaves out the wait of one name."""
-
-    def __init__(self, device: torch.device, forgotten: str) -> None:
-        super().__init__(device)
-        self._forgotten = forgotten
-
-    def submit(self, lane: Lane, work: Callable[[], None], *, after: dict, **buffers: Any) -> Any:
-        kept = {reason: mark for reason, mark in after.items() if reason != self._forgotten}
-        return super().submit(lane, work, after=kept, **buffers)
-
-    def wait(self, mark: Any, reason: str) -> None:
-        if reason != self._forgotten:
-            super().wait(mark, reason)
-
-    def wait_on_host(self, mark: Any, reason: str) -> None:
-        if reason != self._forgotten:
-            super().wait_on_host(mark, reason)
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
 @pytest.mark.parametrize(
     ("wait", "config", "clip"),
     [
@@ -162,7 +136,7 @@ def test_the_checker_notices_a_missing_wait(wait: str, config: dict[str, Any], c
     with use_lanes(lambda device: Forgetful(device, wait)), pytest.raises(OffstageError) as caught:
         run_gates(config, clip=clip)
     torch.accelerator.synchronize()  # the buffers are still there: the traceback holds them
-    assert any(isinstance(error, RaceError) for error in causes(caught.value))
+    assert is_a_race(caught.value)
 
 
 # Compiled modules
@@ -224,8 +198,7 @@ def test_a_model_compiled_after_offload_is_waited_for_in_step(setting: str) -> N
         compiled = torch.compile(model, backend="aot_eager")
         for x, gradient in batches(SMALL, DEVICE, STEPS):
             compiled(x).backward(gradient)
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
         return result(model, optimizer)
 
     assert same(loop(SETTINGS[setting]), loop({}))
@@ -235,14 +208,7 @@ def test_a_model_compiled_after_offload_is_waited_for_in_step(setting: str) -> N
 
 
 def result(model: nn.Module, optimizer: offstage.OffloadedOptimizer) -> list[torch.Tensor]:
-    state = optimizer.state_dict()["state"]
-    tensors = [torch.as_tensor(value).clone() for values in state.values() for _, value in sorted(values.items())]
-    return [param.detach().cpu() for param in model.parameters()] + tensors
-
-
-def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    assert all(tensor.isfinite().all() for tensor in ours)
-    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    return result_of(model.parameters(), optimizer)
 
 
 class Static:
@@ -250,7 +216,7 @@ class Static:
 
     def __init__(self) -> None:
         self.model = build(SMALL, DEVICE)
-        self.x, self.gradient = (torch.empty_like(tensor) for tensor in batches(SMALL, DEVICE, 1)[0])
+        self.x, self.gradient = (torch.zeros_like(tensor) for tensor in batches(SMALL, DEVICE, 1)[0])
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
@@ -283,37 +249,30 @@ class Static:
         if self.graph is None:
             optimizer.zero_grad()
 
+    def iterate_all(self, optimizer: offstage.OffloadedOptimizer) -> list[torch.Tensor]:
+        for batch in batches(SMALL, DEVICE, STEPS):
+            self.iterate(optimizer, batch)
+        return result(self.model, optimizer)
+
 
 def never_captured(config: dict[str, Any]) -> list[torch.Tensor]:
     static = Static()
-    optimizer = offloaded(static.model, SMALL, config)
-    for batch in batches(SMALL, DEVICE, STEPS):
-        static.iterate(optimizer, batch)
-    return result(static.model, optimizer)
+    return static.iterate_all(offloaded(static.model, SMALL, config))
 
 
 def captured_before_offload(config: dict[str, Any]) -> list[torch.Tensor]:
     static = Static()
-    static.x.zero_()
-    static.gradient.zero_()
     static.warm_up(lambda: [static.run() for _ in range(3)])
     static.capture()
-    optimizer = offloaded(static.model, SMALL, config)
-    for batch in batches(SMALL, DEVICE, STEPS):
-        static.iterate(optimizer, batch)
-    return result(static.model, optimizer)
+    return static.iterate_all(offloaded(static.model, SMALL, config))
 
 
 def captured_after_offload(config: dict[str, Any]) -> list[torch.Tensor]:
     static = Static()
-    static.x.zero_()
-    static.gradient.zero_()
     optimizer = offloaded(static.model, SMALL, config)
     static.warm_up(lambda: [static.run() for _ in range(3)])  # without a step: these gradients go
     static.capture()
-    for batch in batches(SMALL, DEVICE, STEPS):
-        static.iterate(optimizer, batch)
-    return result(static.model, optimizer)
+    return static.iterate_all(optimizer)
 
 
 def captured_after_steps(config: dict[str, Any]) -> list[torch.Tensor]:
@@ -411,8 +370,7 @@ def test_updates_in_backward_lower_the_peak_by_most_of_the_gradients() -> None:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
         optimizer.close()
         return torch.cuda.max_memory_allocated()
 
@@ -439,33 +397,11 @@ def test_no_synchronisation_no_growth_and_no_new_streams(name: str) -> None:
 def test_the_debug_mode_notices_a_synchronisation() -> None:
     """The control of the test before."""
     value = torch.ones(1, device=DEVICE)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchronizing"):
-            value.item()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with no_synchronisation(), pytest.raises(RuntimeError, match="synchronizing"):
+        value.item()
 
 
 # Streams
-
-
-class Elsewhere:
-    """Forward and backward on a stream of their own; `step_too`: everything else as well."""
-
-    def __init__(self, *, step_too: bool) -> None:
-        self.stream = torch.cuda.Stream()
-        self._step_too = step_too
-
-    @contextlib.contextmanager
-    def __call__(self, moment: str) -> Iterator[None]:
-        if moment == "step" and not self._step_too:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-        torch.cuda.current_stream().wait_stream(self.stream)
 
 
 @pytest.mark.parametrize("lane", [None, Lane.UPDATE], ids=["no delay", "late updates"])
@@ -480,7 +416,7 @@ def test_training_on_another_stream(setting: str, clip: str, step_too: bool, lan
 
 
 class Greedy(Elsewhere):
-    """After each step the training stream fills all memory it is given, and waits for nobody before that."""
+    """After each step the training stream fills all memory it is given, and waits for no other stream before that."""
 
     def __init__(self) -> None:
         super().__init__(step_too=False)

@@ -8,6 +8,8 @@ import torch
 
 import offstage
 from benchmarks.steady_state import CASES, HOST_WAIT, calls_beyond_the_profilers, loop_trace, steady_state
+from tests.support.gates import DeviceMemory
+from tests.support.params import make_params, set_gradients
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -36,57 +38,41 @@ def test_a_wait_of_the_loop_is_counted_and_that_of_another_thread_is_not() -> No
 
 
 def test_slots_bound_device_memory() -> None:
-    params = [torch.nn.Parameter(torch.randn(4096, 4096, device="cuda")) for _ in range(4)]
+    params = make_params(shapes=((4096, 4096),) * 4, device="cuda")
     for param in params:
         param.grad = torch.zeros_like(param)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    memory = DeviceMemory()
     optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="8MiB", slots=3)
     for _ in range(2):
         optimizer.step()
-    torch.cuda.synchronize()
-    growth = torch.cuda.max_memory_allocated() - before
-    assert growth <= 3 * 8 * 2**20 + 64 * 1024
+    assert memory.peak_growth() <= 3 * 8 * 2**20 + 64 * 1024
     optimizer.close()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() - before <= 64 * 1024
+    assert memory.growth() <= 64 * 1024
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
 def test_taking_over_state_causes_no_device_spike(fraction: float) -> None:
-    params = [torch.nn.Parameter(torch.randn(2048, 2048, device="cuda")) for _ in range(8)]
+    params = make_params(shapes=((2048, 2048),) * 8, device="cuda")
     plain = torch.optim.AdamW(params, fused=True)
-    for param in params:
-        param.grad = torch.randn_like(param)
+    set_gradients(params, 0)
     plain.step()
     expected = [plain.state[param]["exp_avg"].cpu() for param in params]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    memory = DeviceMemory()
     optimizer = offstage.offload(plain, fraction=fraction)
-    assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
+    assert memory.peak_growth() <= 64 * 1024
     for param, value in zip(params, expected, strict=True):
         assert torch.equal(optimizer.state[param]["exp_avg"].cpu(), value)
 
 
 def test_loading_causes_no_device_spike() -> None:
-    def build() -> tuple[list[torch.nn.Parameter], offstage.OffloadedOptimizer]:
-        params = [torch.nn.Parameter(torch.randn(2048, 2048, device="cuda").bfloat16()) for _ in range(8)]
-        optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="4MiB", master_weights="split")
-        for param in params:
-            param.grad = torch.randn_like(param)
-        optimizer.step()
-        return params, optimizer
-
-    _, optimizer = build()
+    params = make_params(torch.bfloat16, ((2048, 2048),) * 8, "cuda")
+    optimizer = offstage.offload(torch.optim.AdamW(params), chunk_bytes="4MiB", master_weights="split")
+    set_gradients(params, 0)
+    optimizer.step()
     saved = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state_dict()["state"][0].items()}
     state_dict = optimizer.state_dict()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    memory = DeviceMemory()
     optimizer.load_state_dict(state_dict)
-    torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 64 * 1024
+    assert memory.peak_growth() <= 64 * 1024
     for name, value in optimizer.state_dict()["state"][0].items():
         assert torch.equal(value, saved[name])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host threads: jobs begin in order, slices run at the same time, errors reach whoever waits, idle threads end."""
+"""Host threads: jobs begin in order, slices run at the same time, errors reach the caller that waits, idle ones end."""
 
 import functools
 import gc
@@ -12,6 +12,7 @@ import weakref
 import pytest
 
 from offstage.lanes.host_threads import HostThreads
+from tests.support.threaded_lanes import wait_until
 
 
 class Jobs:
@@ -37,15 +38,15 @@ class Jobs:
             assert over.wait(10)
 
 
+def raising(error):
+    def fail():
+        raise error
+
+    return fail
+
+
 def our_threads(before):
     return {thread for thread in threading.enumerate() if thread not in before}
-
-
-def wait_until(condition):
-    end = time.monotonic() + 10
-    while not (met := condition()) and time.monotonic() < end:
-        time.sleep(0.002)
-    return met
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -108,7 +109,7 @@ def test_as_many_at_once_as_there_are_threads(num_threads):
 
 
 def test_slices_really_run_at_the_same_time():
-    """All of them meet: nobody could pass if they ran one after the other."""
+    """All of them meet: none could pass if they ran one after the other."""
     meeting = threading.Barrier(4)
     jobs = Jobs(HostThreads(4))
     jobs.give([lambda: meeting.wait(10)] * 4)
@@ -192,12 +193,8 @@ def test_done_is_called_in_one_of_the_threads():
 
 def test_an_error_in_a_slice_is_told_and_the_others_run():
     error, ran = ZeroDivisionError("slice"), []
-
-    def fail():
-        raise error
-
     jobs = Jobs(HostThreads(2))
-    jobs.give([functools.partial(ran.append, 1), fail, functools.partial(ran.append, 2)])
+    jobs.give([functools.partial(ran.append, 1), raising(error), functools.partial(ran.append, 2)])
     jobs.give([functools.partial(ran.append, 3)])
     jobs.wait()
     assert jobs.errors == {0: error, 1: None}
@@ -225,12 +222,8 @@ def test_the_first_of_several_errors_is_told():
 @pytest.mark.parametrize("slices", [0, 3])
 def test_an_error_while_waiting_runs_no_slice(slices):
     error, ran = ZeroDivisionError("wait"), []
-
-    def wait():
-        raise error
-
     jobs = Jobs(HostThreads(2))
-    jobs.give([functools.partial(ran.append, "slice")] * slices, wait=wait)
+    jobs.give([functools.partial(ran.append, "slice")] * slices, wait=raising(error))
     jobs.give([functools.partial(ran.append, "next")])
     jobs.wait()
     assert jobs.errors == {0: error, 1: None}
@@ -239,12 +232,9 @@ def test_an_error_while_waiting_runs_no_slice(slices):
 
 @pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt()])
 def test_whatever_is_raised_ends_no_thread(error):
-    def fail():
-        raise error
-
     before = set(threading.enumerate())
     jobs = Jobs(HostThreads(2))
-    jobs.give([fail] * 4)
+    jobs.give([raising(error)] * 4)
     jobs.give([lambda: None] * 4)
     jobs.wait()
     assert jobs.errors == {0: error, 1: None}
@@ -279,12 +269,9 @@ def test_run_returns_when_all_is_done(num_threads, count):
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_run_raises_what_a_slice_raised(num_threads):
-    def fail():
-        raise ZeroDivisionError("slice")
-
     threads = HostThreads(num_threads)
     with pytest.raises(ZeroDivisionError, match="slice"):
-        threads.run([lambda: None, fail, lambda: None])
+        threads.run([lambda: None, raising(ZeroDivisionError("slice")), lambda: None])
     threads.run([lambda: None] * 3)  # and it goes on
 
 

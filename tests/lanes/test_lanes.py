@@ -6,12 +6,14 @@ import itertools
 import threading
 import time
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offstage.activations.offload import offload_activations
 from offstage.lanes import accelerator as accelerator_lanes
 from offstage.lanes import copies
 from offstage.lanes.copies import copy_work
@@ -20,10 +22,10 @@ from offstage.lanes.lanes import Lane, use_lanes
 from offstage.lanes.promises import Promise
 from offstage.lanes.testing.checked import CheckedLanes
 from offstage.lanes.testing.lazy import LazyLanes
-from tests.activations.test_combinations import PLANS, trained, transformer
+from tests.support.lives import CPU, end_step, offloaded_stack
+from tests.support.overlap import Net
+from tests.support.params import equal, result
 from tests.support.threaded_lanes import ThreadedLanes
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -251,7 +253,7 @@ def test_an_announcement_that_is_still_promised_holds_nobody_up(written):
 
 
 def test_an_announcement_that_failed_holds_nobody_up(written):
-    """Going first is a matter of time only: whoever can wait does not depend on it."""
+    """Going first is a matter of time only: work that can wait does not depend on it."""
     broken = Promise()
     written.announce(broken)
     state = WrittenLanes()
@@ -366,12 +368,8 @@ def test_patience_with_room_does_not_wait(written):
 def test_long_copies_are_cut(sizes, dtype, longest):
     """Into pieces that are no longer than they may be, and together copy everything once."""
     pairs = [(torch.zeros(size, dtype=dtype), torch.arange(1, size + 1).to(dtype)) for size in sizes]
-    allowed = copies.LONGEST_COPY
-    copies.LONGEST_COPY = longest
-    try:
+    with mock.patch.object(copies, "LONGEST_COPY", longest):
         work = copy_work(pairs)
-    finally:
-        copies.LONGEST_COPY = allowed
     pieces = [-(-size * dtype.itemsize // (longest // dtype.itemsize * dtype.itemsize)) for size in sizes]
     assert len(work) == sum(max(1, number) for number in pieces)
     before = 0
@@ -398,16 +396,26 @@ def test_a_long_copy_lets_others_in_between(written):
 
 def test_lanes_that_take_turns_train_to_the_same_bits():
     """Activations and state on threaded lanes with copies of a few bytes."""
-    plan = PLANS["in backward, forward"]
-    expected, _ = trained(transformer, plan, None)
-    allowed = copies.LONGEST_COPY
-    copies.LONGEST_COPY = 256
-    try:
-        with use_lanes(ThreadedLanes):
-            found, handle = trained(transformer, plan, {})
-    finally:
-        copies.LONGEST_COPY = allowed
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    def trained(activations):
+        torch.manual_seed(0)
+        model = Net(blocks=4)
+        plan = {"update_in_backward": True, "overlap_forward": True, "window": "48KiB", "slots": 2}
+        _, optimizer = offloaded_stack(model, **plan)
+        handle = offload_activations(model, min_bytes=0) if activations else None
+        losses = []
+        for step in range(4):
+            loss = model(torch.arange(12 + 3 * step).view(3, -1)).pow(2).mean()
+            loss.backward()
+            end_step(optimizer)
+            losses.append(loss.detach())
+        optimizer.synchronize()
+        return losses + result(model.parameters(), optimizer), handle
+
+    expected, _ = trained(activations=False)
+    with mock.patch.object(copies, "LONGEST_COPY", 256), use_lanes(ThreadedLanes):
+        found, handle = trained(activations=True)
+    assert equal(found, expected)
     assert handle.bytes_returned > 0
 
 

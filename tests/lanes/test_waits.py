@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every wait is needed: each is dropped in turn on the lazy backend, and each must be caught.
 
-`pytest tests/test_waits.py -o log_cli=true -o log_cli_level=INFO` lists the waits and what caught each.
+`pytest tests/lanes/test_waits.py -o log_cli=true -o log_cli_level=INFO` lists the waits and what caught each first.
 """
 
 import contextlib
@@ -9,7 +9,7 @@ import functools
 import gc
 import logging
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -25,9 +25,12 @@ from offstage.errors import OffstageError, StepLostError
 from offstage.lanes.lanes import lanes_for
 from offstage.lanes.testing.lazy import WaitLog
 from offstage.memory.pool import HostPool
+from tests.support.lives import CPU, end_step, fail_at
+from tests.support.params import result
 from tests.support.training import lazily
 
 SEEDS = range(6)
+ON_HOST, MIXED = {"update_on": "host"}, {"host_fraction": 0.5}
 
 
 def make(params=6, size=900, **config):
@@ -41,86 +44,100 @@ def steps(weights, optimizer, count=3):
     for step in range(count):
         for i, weight in enumerate(weights):
             weight.grad = torch.full_like(weight, 0.01 * (i + step + 1))
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
 
 
-def result(weights, optimizer):
-    state = optimizer.state_dict()["state"]
-    return [w.detach().clone() for w in weights] + [v.clone() for s in state.values() for v in s.values()]
+def weights_of(params):
+    return [param.detach().clone() for param in params]
 
 
-def many_chunks():
-    weights, optimizer = make()
+# Parameters without a model
+
+
+def stepped(**config):
+    weights, optimizer = make(**config)
     steps(weights, optimizer)
     return result(weights, optimizer)
 
 
-def fewer_chunks_than_slots():
-    """A chunk comes back into another slot than it left from: only its own store mark orders the two."""
-    weights, optimizer = make(params=1, slots=3)
+def only_reads_weights(**config):
+    weights, optimizer = make(**config)
     steps(weights, optimizer)
-    return result(weights, optimizer)
+    return weights_of(weights)
 
 
-def part_resident():
-    weights, optimizer = make(fraction=0.5)
-    steps(weights, optimizer)
-    return result(weights, optimizer)
-
-
-def only_reads_weights():
-    weights, optimizer = make()
-    steps(weights, optimizer)
-    return [w.detach().clone() for w in weights]
-
-
-def larger_slots_needed_later():
+def larger_slots_needed_later(more, **config):
     """A group added between steps needs larger slots: the old ones go behind their last store."""
-    weights, optimizer = make(params=1, size=200)
+    weights, optimizer = make(**config)
     steps(weights, optimizer, 2)
-    more = nn.Parameter(torch.randn(1500).bfloat16())
-    optimizer.add_param_group({"params": [more]})
-    steps([*weights, more], optimizer, 2)
-    return result([*weights, more], optimizer)
+    weights.append(nn.Parameter(torch.randn(more).bfloat16()))
+    optimizer.add_param_group({"params": weights[-1:]})
+    steps(weights, optimizer, 2)
+    return result(weights, optimizer)
 
 
-def closed():
-    weights, optimizer = make()
+def closed(**config):
+    weights, optimizer = make(**config)
     steps(weights, optimizer)
     optimizer.close()
-    return [w.detach().clone() for w in weights]
+    return weights_of(weights)
 
 
-def loaded_in_between():
-    weights, optimizer = make()
+def loaded_in_between(**config):
+    weights, optimizer = make(**config)
     steps(weights, optimizer, 2)
-    _, other = make()
+    _, other = make(**config)
     optimizer.load_state_dict(other.state_dict())
     steps(weights, optimizer, 2)
     return result(weights, optimizer)
 
 
-def lost_and_loaded():
-    """A step that fails half-way, then a checkpoint."""
-    weights, optimizer = make()
+def lost_and_loaded(broken, **config):
+    """A step that fails half-way, then a checkpoint. Its weights are not defined, so only the state counts."""
+    weights, optimizer = make(**config)
     saved = optimizer.state_dict()
     steps(weights, optimizer, 1)
-    update, calls = optimizer.rule.update, []
-
-    def fail(shares):
-        calls.append(1)
-        if len(calls) == 3:
-            raise ZeroDivisionError
-        update(shares)
-
-    optimizer.rule.update = fail
+    undo = broken(optimizer.rule)
     with pytest.raises(StepLostError):
         steps(weights, optimizer, 1)
-    optimizer.rule.update = update
+    undo()
     optimizer.load_state_dict(saved)
     steps(weights, optimizer, 2)
-    return result(weights, optimizer)[len(weights) :]  # the weights of the lost step are anyone's guess
+    return result(weights, optimizer)[len(weights) :]
+
+
+def _raise(*_):
+    raise ZeroDivisionError
+
+
+def breaking_an_update(rule):
+    return fail_at(3, rule, "update", ZeroDivisionError())
+
+
+def breaking_a_slice(rule):
+    slices, calls = rule.slices, []
+
+    def some_fail(shares):
+        calls.append(1)
+        return [_raise] if len(calls) == 3 else slices(shares)
+
+    rule.slices = some_fail
+    return lambda: setattr(rule, "slices", slices)
+
+
+def wider_gradients(**config):
+    """In the middle of a step larger staging buffers take the place of those in use."""
+    weights, optimizer = make(**config)
+    for step in range(3):
+        for i, weight in enumerate(weights):
+            weight.grad_dtype = None
+            dtype = torch.float32 if i == 3 and step == 1 else torch.bfloat16
+            weight.grad = torch.full((4000,), 0.01 * (i + step + 1), dtype=dtype)
+        end_step(optimizer)
+    return result(weights, optimizer)
+
+
+# Models
 
 
 def make_model(**config):
@@ -137,100 +154,105 @@ def backward(model, step):
 def iterate(model, optimizer, steps=range(4), clip=None):
     for step in steps:
         backward(model, step)
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip[step % len(clip)])
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer, None if clip is None else clip[step % len(clip)])
 
 
 def model_result(model, optimizer):
     optimizer.synchronize()
-    return result(list(model.parameters()), optimizer)
+    return result(model.parameters(), optimizer)
 
 
-def overlapped_forward():
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer)
+def iterated(numbers=range(4), clip=None, **config):
+    model, optimizer = make_model(**config)
+    iterate(model, optimizer, numbers, clip)
     return model_result(model, optimizer)
 
 
-def module_skipped_in_the_next_iteration():
-    """Nobody waits in forward for what did not run; backward may write into the gradients' memory."""
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer, range(2))
+FORWARD = {"overlap_forward": True}
+
+
+def overlapped(numbers=range(2), **config):
+    """Updates of the last step are left to a forward."""
+    model, optimizer = make_model(**FORWARD, **config)
+    iterate(model, optimizer, numbers)
+    return model, optimizer
+
+
+def module_skipped(**config):
+    """No forward waits for what did not run; backward may write into the gradients' memory."""
+    model, optimizer = overlapped(**config)
     model[0](torch.ones(1, model[0].in_features)).sum().backward()
     optimizer.step()
     return model_result(model, optimizer)
 
 
-def dropped_after_an_overlapped_step():
+def dropped(**config):
     """The optimizer goes while updates are under way: they end first."""
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer)
+    model, optimizer = overlapped(range(4), **config)
     del optimizer
     gc.collect()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model.parameters())
 
 
-def model_saved_after_step():
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer, range(2))
+def model_saved(**config):
+    model, _optimizer = overlapped(**config)
     return [value.clone() for value in model.state_dict().values()]
 
 
-def state_asked_for_after_step():
+def state_asked_for(**config):
     """Whether a parameter has state is known when its first update has been waited for."""
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer, range(1))
+    model, optimizer = overlapped(range(1), **config)
     return [torch.tensor([param in optimizer.state for param in model.parameters()])]
 
 
-def weights_read_after_synchronize():
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer, range(2))
+def synchronized(**config):
+    model, optimizer = overlapped(**config)
     optimizer.synchronize()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model.parameters())
 
 
-def gradients_set_by_hand():
+def gradients_by_hand(**config):
     """A step after which no module ran: the next one finds its updates still under way."""
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer, range(2))
+    model, optimizer = overlapped(**config)
     for param in model.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
     return model_result(model, optimizer)
 
 
-def group_added_after_an_overlapped_step():
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer, range(2))
+def group_added(**config):
+    model, optimizer = overlapped(**config)
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3000))]})
     iterate(model, optimizer, range(2, 4))
     return model_result(model, optimizer)
 
 
-def closed_after_an_overlapped_step():
-    model, optimizer = make_model(overlap_forward=True)
-    iterate(model, optimizer, range(2))
+def closed_after_a_step(**config):
+    model, optimizer = overlapped(**config)
     optimizer.close()
-    return [param.detach().clone() for param in model.parameters()]
+    return weights_of(model.parameters())
 
 
-def loaded_after_an_overlapped_step():
-    model, optimizer = make_model(overlap_forward=True)
-    _, other = make_model()
-    iterate(model, optimizer, range(2))
+def loaded_after_a_step(**config):
+    model, optimizer = overlapped(**config)
+    _, other = make_model(**config)
     optimizer.load_state_dict(other.state_dict())
     iterate(model, optimizer, range(2, 4))
     return model_result(model, optimizer)
 
 
-def window_of_all():
-    """Chunks wait in the window from backward on; its slots go behind their stores in the next forward."""
-    model, optimizer = make_model(window="all", overlap_forward=True)
-    iterate(model, optimizer)
-    return model_result(model, optimizer)
+AFTER_AN_OVERLAPPED_STEP = [
+    module_skipped,
+    dropped,
+    model_saved,
+    state_asked_for,
+    synchronized,
+    gradients_by_hand,
+    group_added,
+    closed_after_a_step,
+    loaded_after_a_step,
+]
+"""Each of them where the device updates, and where the host does."""
 
 
 def window_evicted():
@@ -240,41 +262,15 @@ def window_evicted():
         backward(model, step)
         if step == 2:
             optimizer.evict()
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         optimizer.evict()
-    return model_result(model, optimizer)
-
-
-def updated_in_backward():
-    model, optimizer = make_model(update_in_backward=True)
-    iterate(model, optimizer)
-    return model_result(model, optimizer)
-
-
-def updated_in_backward_and_overlapped():
-    model, optimizer = make_model(update_in_backward=True, overlap_forward=True, window="64KiB")
-    iterate(model, optimizer)
-    return model_result(model, optimizer)
-
-
-def clipped_now_and_then():
-    """Speculative updates that stay, and some that are taken back."""
-    model, optimizer = make_model(update_in_backward=True, overlap_forward=True)
-    iterate(model, optimizer, range(6), clip=[1e4, 1e4, 1e-4])
-    return model_result(model, optimizer)
-
-
-def clipped_without_overlap():
-    model, optimizer = make_model()
-    iterate(model, optimizer, clip=[1e4, 1e-4])
     return model_result(model, optimizer)
 
 
 def link_measured():
     """What the first step on an accelerator does: copies there and back that must change nothing."""
     model, optimizer = make_model()
-    engine = optimizer._engines[torch.device("cpu")]
+    engine = optimizer._engines[CPU]
     pipeline = engine._pipeline
     pipeline.prepare()
     pipeline.lanes.elapsed_ms = lambda start, stop: 1.0
@@ -284,194 +280,16 @@ def link_measured():
     return model_result(model, optimizer)
 
 
-# Updates on the host
-
-ON_HOST = {"update_on": "host"}
-MIXED = {"host_fraction": 0.5}
+# Snapshots
 
 
-def host_and_device():
-    """Chunks on both ways; more on the host than there are staging buffers."""
-    weights, optimizer = make(params=12, size=4000, **MIXED)
-    steps(weights, optimizer)
-    return result(weights, optimizer)
-
-
-def on_host():
-    weights, optimizer = make(params=6, size=4000, **ON_HOST)
-    steps(weights, optimizer)
-    return result(weights, optimizer)
-
-
-def on_host_with_split_masters():
-    """The fingerprint of the weight is taken before and after."""
-    weights, optimizer = make(params=6, size=4000, master_weights="split", **ON_HOST)
-    steps(weights, optimizer)
-    return result(weights, optimizer)
-
-
-def on_host_only_weights():
-    weights, optimizer = make(params=6, size=4000, **ON_HOST)
-    steps(weights, optimizer)
-    return [w.detach().clone() for w in weights]
-
-
-def on_host_group_added():
-    weights, optimizer = make(params=6, size=1000, **ON_HOST)
-    steps(weights, optimizer, 2)
-    more = nn.Parameter(torch.randn(6000).bfloat16())
-    optimizer.add_param_group({"params": [more]})
-    steps([*weights, more], optimizer, 2)
-    return result([*weights, more], optimizer)
-
-
-def on_host_wider_gradients():
-    """In the middle of a step larger staging buffers take the place of those in use."""
-    weights, optimizer = make(params=6, size=4000, **ON_HOST)
-    for step in range(3):
-        for i, weight in enumerate(weights):
-            weight.grad_dtype = None
-            dtype = torch.float32 if i == 3 and step == 1 else torch.bfloat16
-            weight.grad = torch.full((4000,), 0.01 * (i + step + 1), dtype=dtype)
-        optimizer.step()
-        optimizer.zero_grad()
-    return result(weights, optimizer)
-
-
-def on_host_closed():
-    weights, optimizer = make(params=6, size=4000, **ON_HOST)
-    steps(weights, optimizer)
-    optimizer.close()
-    return [w.detach().clone() for w in weights]
-
-
-def on_host_loaded_in_between():
-    weights, optimizer = make(params=6, size=4000, **ON_HOST)
-    steps(weights, optimizer, 2)
-    _, other = make(params=6, size=4000, **ON_HOST)
-    optimizer.load_state_dict(other.state_dict())
-    steps(weights, optimizer, 2)
-    return result(weights, optimizer)
-
-
-def on_host_lost_and_loaded():
-    """A slice fails half-way, then a checkpoint."""
-    weights, optimizer = make(params=8, size=4000, **ON_HOST)
-    saved = optimizer.state_dict()
-    steps(weights, optimizer, 1)
-    slices, calls = optimizer.rule.slices, []
-
-    def fail():
-        raise ZeroDivisionError
-
-    def some_fail(shares):
-        calls.append(1)
-        return [fail] if len(calls) == 3 else slices(shares)
-
-    optimizer.rule.slices = some_fail
-    with pytest.raises(StepLostError):
-        steps(weights, optimizer, 1)
-    optimizer.rule.slices = slices
-    optimizer.load_state_dict(saved)
-    steps(weights, optimizer, 2)
-    return result(weights, optimizer)[len(weights) :]
-
-
-def on_host_overlapped():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer)
-    return model_result(model, optimizer)
-
-
-def on_host_module_skipped():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(2))
-    model[0](torch.ones(1, model[0].in_features)).sum().backward()
-    optimizer.step()
-    return model_result(model, optimizer)
-
-
-def on_host_dropped():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer)
-    del optimizer
-    gc.collect()
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def on_host_model_saved():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(2))
-    return [value.clone() for value in model.state_dict().values()]
-
-
-def on_host_state_asked_for():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(1))
-    return [torch.tensor([param in optimizer.state for param in model.parameters()])]
-
-
-def on_host_synchronized():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(2))
-    optimizer.synchronize()
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def on_host_gradients_by_hand():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(2))
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-    return model_result(model, optimizer)
-
-
-def on_host_group_added_after_an_overlapped_step():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(2))
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3000))]})
-    iterate(model, optimizer, range(2, 4))
-    return model_result(model, optimizer)
-
-
-def on_host_closed_after_an_overlapped_step():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(2))
-    optimizer.close()
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def on_host_loaded_after_an_overlapped_step():
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    _, other = make_model(**ON_HOST)
-    iterate(model, optimizer, range(2))
-    optimizer.load_state_dict(other.state_dict())
-    iterate(model, optimizer, range(2, 4))
-    return model_result(model, optimizer)
-
-
-def on_host_in_backward():
-    model, optimizer = make_model(update_in_backward=True, **ON_HOST)
-    iterate(model, optimizer)
-    return model_result(model, optimizer)
-
-
-def host_and_device_in_backward():
-    model, optimizer = make_model(update_in_backward=True, overlap_forward=True, **MIXED)
-    iterate(model, optimizer)
-    return model_result(model, optimizer)
-
-
-def host_and_device_clipped_now_and_then():
-    model, optimizer = make_model(update_in_backward=True, overlap_forward=True, **MIXED)
-    iterate(model, optimizer, range(6), clip=[1e4, 1e4, 1e-4])
-    return model_result(model, optimizer)
-
-
-def state_at(snapshots, optimizer):
-    """What a writer reads of snapshots."""
+def saved_meanwhile(optimizer, train_on):
+    """What a writer reads of snapshots that `train_on` has overwritten."""
     lines = []
+    optimizer.drain_state()
+    snapshots = optimizer.take_snapshots()
+    train_on()
+    optimizer.settle_snapshots()
     with mock.patch("offstage.engine.snapshot._LONGEST_WAIT_S", 0.01):
         for held in optimizer.all_held():
             snapshot = snapshots[id(held.host)]
@@ -482,37 +300,26 @@ def state_at(snapshots, optimizer):
     return lines
 
 
-def saved_while_training(**config):
-    """A snapshot is read when all of it has been overwritten."""
-    weights, optimizer = make(params=6, size=4000, **config)
+def saved_while_training():
+    weights, optimizer = make(size=4000)
     steps(weights, optimizer, 2)
-    optimizer.drain_state()
-    snapshots = optimizer.take_snapshots()
-    steps(weights, optimizer, 2)
-    optimizer.settle_snapshots()
-    return state_at(snapshots, optimizer)
+    return saved_meanwhile(optimizer, lambda: steps(weights, optimizer, 2))
 
 
 def on_host_saved_while_training():
     """The last updates, and with them the copies, are still to come when step() returns."""
-    model, optimizer = make_model(overlap_forward=True, **ON_HOST)
-    iterate(model, optimizer, range(2))
-    optimizer.drain_state()
-    snapshots = optimizer.take_snapshots()
-    iterate(model, optimizer, range(1))
-    optimizer.settle_snapshots()
-    return state_at(snapshots, optimizer)
+    model, optimizer = overlapped(**ON_HOST)
+    return saved_meanwhile(optimizer, lambda: iterate(model, optimizer, range(1)))
 
 
 def saved_with_speculation():
     """Steps go to the other set of arenas; the second of them to the one that is being saved."""
     model, optimizer = make_model(update_in_backward=True)
     iterate(model, optimizer, range(3), clip=[1e4])
-    optimizer.drain_state()
-    snapshots = optimizer.take_snapshots()
-    iterate(model, optimizer, range(3), clip=[1e4])
-    optimizer.settle_snapshots()
-    return state_at(snapshots, optimizer)
+    return saved_meanwhile(optimizer, lambda: iterate(model, optimizer, range(3), clip=[1e4]))
+
+
+# Activations, and weights on the host
 
 
 class Layers(nn.Module):
@@ -573,10 +380,6 @@ def activations_of_a_forward_without_backward():
     return [param.grad for param in model.parameters()]
 
 
-def _raise(*_):
-    raise ZeroDivisionError
-
-
 def make_host_weights(**config):
     torch.manual_seed(0)
     model = Layers()
@@ -632,30 +435,26 @@ def link_measured_for_activations():
     return []
 
 
-ALL_ON_HOST = [
-    on_host_saved_while_training,
-    on_host,
-    on_host_with_split_masters,
-    on_host_only_weights,
-    on_host_group_added,
-    on_host_wider_gradients,
-    on_host_closed,
-    on_host_loaded_in_between,
-    on_host_lost_and_loaded,
-    on_host_overlapped,
-    on_host_module_skipped,
-    on_host_dropped,
-    on_host_model_saved,
-    on_host_state_asked_for,
-    on_host_synchronized,
-    on_host_gradients_by_hand,
-    on_host_group_added_after_an_overlapped_step,
-    on_host_closed_after_an_overlapped_step,
-    on_host_loaded_after_an_overlapped_step,
-    on_host_in_backward,
-]
-SCENARIOS = [
-    *ALL_ON_HOST,
+LARGE = {"size": 4000, **ON_HOST}
+EARLY = {"update_in_backward": True}
+NOW_AND_THEN = {"numbers": range(6), "clip": [1e4, 1e4, 1e-4]}
+"""Speculative updates that stay, and some that are taken back."""
+ALL_ON_HOST = {
+    "on_host_saved_while_training": on_host_saved_while_training,
+    "on_host": partial(stepped, **LARGE),
+    # The fingerprint of the weight is taken before and after.
+    "on_host_with_split_masters": partial(stepped, master_weights="split", **LARGE),
+    "on_host_only_weights": partial(only_reads_weights, **LARGE),
+    "on_host_larger_buffers_needed_later": partial(larger_slots_needed_later, 6000, size=1000, **ON_HOST),
+    "on_host_wider_gradients": partial(wider_gradients, **LARGE),
+    "on_host_closed": partial(closed, **LARGE),
+    "on_host_loaded_in_between": partial(loaded_in_between, **LARGE),
+    "on_host_lost_and_loaded": partial(lost_and_loaded, breaking_a_slice, params=8, **LARGE),
+    "on_host_overlapped": partial(iterated, **FORWARD, **ON_HOST),
+    "on_host_in_backward": partial(iterated, **EARLY, **ON_HOST),
+    **{f"on_host_{one.__name__}": partial(one, **ON_HOST) for one in AFTER_AN_OVERLAPPED_STEP},
+}
+OTHERS = [
     saved_while_training,
     saved_with_speculation,
     activations_offloaded,
@@ -664,41 +463,40 @@ SCENARIOS = [
     weights_on_the_host,
     weights_sent_for_and_not_used,
     link_measured_for_activations,
-    host_and_device,
-    host_and_device_in_backward,
-    host_and_device_clipped_now_and_then,
-    many_chunks,
-    fewer_chunks_than_slots,
-    part_resident,
     only_reads_weights,
-    larger_slots_needed_later,
     closed,
     loaded_in_between,
-    lost_and_loaded,
-    overlapped_forward,
-    module_skipped_in_the_next_iteration,
-    dropped_after_an_overlapped_step,
-    model_saved_after_step,
-    state_asked_for_after_step,
-    weights_read_after_synchronize,
-    gradients_set_by_hand,
-    group_added_after_an_overlapped_step,
-    closed_after_an_overlapped_step,
-    loaded_after_an_overlapped_step,
-    window_of_all,
+    *AFTER_AN_OVERLAPPED_STEP,
     window_evicted,
-    updated_in_backward,
-    updated_in_backward_and_overlapped,
-    clipped_now_and_then,
-    clipped_without_overlap,
     link_measured,
 ]
+SCENARIOS = {
+    **ALL_ON_HOST,
+    **{one.__name__: one for one in OTHERS},
+    # Chunks on both ways; more on the host than there are staging buffers.
+    "host_and_device": partial(stepped, params=12, size=4000, **MIXED),
+    "host_and_device_in_backward": partial(iterated, **EARLY, **FORWARD, **MIXED),
+    "host_and_device_clipped_now_and_then": partial(iterated, **NOW_AND_THEN, **EARLY, **FORWARD, **MIXED),
+    "many_chunks": stepped,
+    # A chunk comes back into another slot than it left from: only its own store mark orders the two.
+    "fewer_chunks_than_slots": partial(stepped, params=1, slots=3),
+    "part_resident": partial(stepped, fraction=0.5),
+    "larger_slots_needed_later": partial(larger_slots_needed_later, 1500, params=1, size=200),
+    "lost_and_loaded": partial(lost_and_loaded, breaking_an_update),
+    "overlapped_forward": partial(iterated, **FORWARD),
+    # Chunks wait in the window from backward on; its slots go behind their stores in the next forward.
+    "window_of_all": partial(iterated, window="all", **FORWARD),
+    "updated_in_backward": partial(iterated, **EARLY),
+    "updated_in_backward_and_overlapped": partial(iterated, window="64KiB", **EARLY, **FORWARD),
+    "clipped_now_and_then": partial(iterated, **NOW_AND_THEN, **EARLY, **FORWARD),
+    "clipped_without_overlap": partial(iterated, clip=[1e4, 1e-4]),
+}
 
 
 def waits_of(scenario) -> set[str]:
     log = WaitLog()
     with lazily(0, log):
-        scenario()
+        SCENARIOS[scenario]()
     return log.seen
 
 
@@ -708,11 +506,16 @@ WAITS = sorted(set().union(*SEEN.values()))
 
 @functools.cache
 def expected_of(scenario):
-    return None if scenario in (lost_and_loaded, on_host_lost_and_loaded) else scenario()
+    return None if "lost_and_loaded" in scenario else SCENARIOS[scenario]()
+
+
+def is_as_expected(scenario, got):
+    expected = expected_of(scenario)
+    return expected is None or all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def test_the_waits_are_these():
-    """The list, so that a new wait is a decision someone made."""
+    """The list, so that a new wait is a decision."""
     assert WAITS == [
         "backward: the last update is done",
         "backward: the tensor is back",
@@ -778,42 +581,33 @@ def test_every_wait_in_the_source_is_here():
     assert named - set(WAITS) == set()
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("scenario", SCENARIOS)
 def test_nothing_is_caught_when_nothing_is_missing(scenario):
-    expected = expected_of(scenario)
     for seed in SEEDS:
         with lazily(seed):
-            got = scenario()
-        if expected is not None:
-            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+            got = SCENARIOS[scenario]()
+        assert is_as_expected(scenario, got)
 
 
-def caught_by(wait: str) -> dict[Callable, str]:
-    """Scenario → what noticed that `wait` was missing."""
-    caught = {}
-    for scenario in SCENARIOS:
-        if wait not in SEEN[scenario]:
-            continue
-        expected = expected_of(scenario)
-        for seed in SEEDS:
-            try:
-                with lazily(seed, WaitLog(drop=wait)):
-                    got = scenario()
-            except OffstageError as error:
-                caught[scenario] = type(error.__cause__ or error).__name__
-                break
-            if expected is not None and not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-                caught[scenario] = "other bits"
-                break
-    return caught
+def notices(scenario: str, wait: str) -> str | None:
+    """What noticed that `wait` was missing."""
+    for seed in SEEDS:
+        try:
+            with lazily(seed, WaitLog(drop=wait)):
+                got = SCENARIOS[scenario]()
+        except OffstageError as error:
+            return type(error.__cause__ or error).__name__
+        if not is_as_expected(scenario, got):
+            return "other bits"
+    return None
 
 
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_is_caught(wait):
-    """Also where everything is updated on the host, if it is made there: one name may stand for waits of both kinds."""
-    caught = caught_by(wait)
-    found = "; ".join(f"{scenario.__name__}: {how}" for scenario, how in caught.items())
-    logging.getLogger("tests").info("%s: caught by %s", wait, found)
-    assert caught, f"nothing noticed that {wait!r} was missing: it is redundant and should go"
-    if any(wait in SEEN[scenario] for scenario in ALL_ON_HOST):
-        assert caught.keys() & set(ALL_ON_HOST), f"{wait!r} is redundant where the host updates"
+    """Where everything is updated on the host, if it is made there too: one name may stand for waits of both kinds."""
+    made_by = [scenario for scenario in SCENARIOS if wait in SEEN[scenario]]
+    for scenario in [one for one in made_by if one in ALL_ON_HOST] or made_by:
+        if found := notices(scenario, wait):
+            logging.getLogger("tests").info("%s: caught by %s: %s", wait, scenario, found)
+            return
+    pytest.fail(f"nothing noticed that {wait!r} was missing in {made_by}: it is redundant there and should go")

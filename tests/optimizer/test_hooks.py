@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cues: hooks that offload() binds by itself, that find every read of a weight, and that leave without a trace."""
+"""Hooks that offload() binds by itself, that find every read of a weight, and that leave without a trace."""
 
 import contextlib
 import copy
@@ -18,6 +18,7 @@ from offstage.errors import OffstageError
 from offstage.lanes.lanes import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
 from tests.support.contract import SMALL, adamw, assert_same, assert_same_optimizer, assert_same_weights
+from tests.support.lives import CPU, assert_same_lives, end_step, inputs, iterate
 from tests.support.overlap import Net
 from tests.support.training import lazily
 
@@ -57,22 +58,24 @@ def mlp(seed=0, layers=3):
     return Mlp(layers)
 
 
-def inputs(number=0):
-    return torch.randn(5, 48, generator=torch.Generator().manual_seed(number))
-
-
-def one_step(model, optimizer, number, call=None):
-    (model if call is None else call)(inputs(number)).pow(2).mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def plain(model, steps, call=None, **config):
+def plain(model, steps):
     """The same training in `step()` alone."""
-    optimizer = offstage.offload(adamw(model.parameters()), model, **{**SMALL, **config})
-    for number in range(steps):
-        one_step(model, optimizer, number, None if call is None else call(model))
+    optimizer = offstage.offload(adamw(model.parameters()), model, **SMALL)
+    iterate(model, optimizer, range(steps))
     return optimizer
+
+
+def offloaded(config, steps=0, **arguments):
+    """A model after some steps."""
+    model = mlp(**arguments)
+    optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+    iterate(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def num_pending(optimizer):
+    """How many updates are left to the next forward."""
+    return sum(len(engine.pending) for engine in optimizer._engines.values())
 
 
 def hooks_of(model):
@@ -96,20 +99,17 @@ def test_close_takes_all_hooks_off(config):
     before = hooks_of(model)
     assert len(before) == 2
     optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-    one_step(model, optimizer, 0)
+    iterate(model, optimizer, range(1))
     assert len(hooks_of(model)) > len(before)
     optimizer.close()
     assert hooks_of(model) == before
-    model(inputs()).sum().backward()  # and the model works on
+    model(inputs(0)).sum().backward()  # and the model works on
 
 
 @pytest.mark.parametrize("config", EVERYTHING, ids=NAMES)
 def test_a_dropped_optimizer_leaves_no_hooks(config):
-    """Nobody has to call close()."""
-    model = mlp()
-    optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-    for number in range(3):
-        one_step(model, optimizer, number)
+    """No call of close() is needed."""
+    model, optimizer = offloaded(config, 3)
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
@@ -125,9 +125,8 @@ def test_a_dropped_optimizer_frees_its_memory_at_once(config):
     gc.disable()
     try:
         optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-        for number in range(3):
-            one_step(model, optimizer, number)
-        host = optimizer._engines[torch.device("cpu")].host_side.states[0][0]
+        iterate(model, optimizer, range(3))
+        host = optimizer._engines[CPU].host_side.states[0][0]
         gone = [weakref.ref(one) for one in (optimizer, *host.arenas.values())]
         del optimizer, host
         assert [ref() for ref in gone] == [None] * len(gone)
@@ -137,27 +136,22 @@ def test_a_dropped_optimizer_frees_its_memory_at_once(config):
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_a_dropped_optimizer_has_made_its_last_update(seed):
-    """Nobody has to call synchronize() before letting go of it, not even with a parameter that has gaps in memory."""
+    """Without a synchronize() before it, also for a parameter that has gaps in memory."""
 
     def life(settings):
         model = mlp()
         model.layers[0].weight = nn.Parameter((torch.randn(48, 96) / 7)[:, ::2])
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
-        for number in range(4):
-            one_step(model, optimizer, number)
-        del optimizer
+        iterate(model, offstage.offload(adamw(model.parameters()), model, **settings), range(4))
         gc.collect()
         return model
 
     expected = life(SMALL)
-    with lazily(seed) if seed is not None else contextlib.nullcontext():
+    with lazily(seed):
         assert_same_weights(expected, life(FORWARD))
 
 
 def test_the_hooks_do_not_keep_the_model_alive():
-    model = mlp()
-    optimizer = offstage.offload(adamw(model.parameters()), model, **BOTH)
-    one_step(model, optimizer, 0)
+    model, optimizer = offloaded(BOTH, 1)
     gone = weakref.ref(model)
     del model
     gc.collect()
@@ -167,21 +161,19 @@ def test_the_hooks_do_not_keep_the_model_alive():
 
 @pytest.mark.parametrize("config", [SMALL, {"fraction": 0.0}], ids=["plain", "off"])
 def test_without_overlap_there_are_no_hooks(config):
-    model = mlp()
-    optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-    one_step(model, optimizer, 0)
+    model, _optimizer = offloaded(config, 1)
     assert hooks_of(model) == []
 
 
 def test_hooks_run_before_those_of_others():
-    """Someone else's pre-hook that reads the weight (weight norm, quantisation) must see the new one."""
+    """A user's pre-hook that reads the weight (weight norm, quantisation) must see the new one."""
     with lazily(0):
         model = mlp()
         read = []
         model.layers[1].register_forward_pre_hook(lambda module, args: read.append(module.weight.detach().clone()))
         optimizer = offstage.offload(adamw(model.parameters()), model, **FORWARD)
-        one_step(model, optimizer, 0)
-        model(inputs())
+        iterate(model, optimizer, range(1))
+        model(inputs(0))
     reference = mlp()
     plain(reference, 1)
     assert torch.equal(read[1], reference.layers[1].weight)
@@ -195,13 +187,11 @@ def test_a_group_added_later_gets_hooks(config):
         model = mlp()
         first, last = [*model.layers[:2].parameters()], [*model.layers[2].parameters()]
         optimizer = offstage.offload(adamw(first), model, **settings)
-        for number in range(2):
-            one_step(model, optimizer, number)
+        iterate(model, optimizer, range(2))
         before = len(hooks_of(model))
         optimizer.add_param_group({"params": last})
         after = len(hooks_of(model))
-        for number in range(2, 6):
-            one_step(model, optimizer, number)
+        iterate(model, optimizer, range(2, 6))
         optimizer.synchronize()
         return model, optimizer, after - before
 
@@ -236,8 +226,7 @@ def test_two_models_with_an_optimizer_each(seed):
     for number in range(5):
         expected[1](expected[0](inputs(number))).pow(2).mean().backward()
         for optimizer in plains:
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
     for a, b, c, d in zip(expected, plains, models, optimizers, strict=True):
         assert_same(a, b, c, d)
     optimizers[0].close()
@@ -296,8 +285,8 @@ def test_two_optimizers_of_one_compiled_model_can_be_closed_in_any_order():
                     optimizer.step()
             first, second = pair[order]
             first.close()
-            assert second._engines[torch.device("cpu")].pending
-            one_step(model, second, 2)
+            assert second._engines[CPU].pending
+            iterate(model, second, [2])
             second.synchronize()
             second.close()
         assert [layer._compiled_call_impl for layer in model.layers] == original
@@ -322,49 +311,34 @@ def test_two_optimizers_of_one_compiled_model_can_be_closed_in_any_order():
 def test_modules_called_several_times_or_skipped(config, uses):
     """A module that does not run, or runs again, changes nothing."""
 
-    def life(settings):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+    def life(model, optimizer):
         for number, used in enumerate(uses):
             model.used = used
-            one_step(model, optimizer, number)
-        optimizer.synchronize()
-        return model, optimizer
+            iterate(model, optimizer, [number])
 
-    expected = life(SMALL)
-    for seed in range(3):
-        with lazily(seed):
-            got = life(config)
-        assert_same(*expected, *got)
+    assert_same_lives(life, config, model=mlp)
 
 
 @pytest.mark.parametrize("config", EVERYTHING, ids=NAMES)
 def test_tied_parameters(config):
     """One parameter of two modules: either's forward waits."""
 
-    def life(settings):
+    def tied():
         torch.manual_seed(0)
         model = nn.ModuleDict(
             {"table": nn.Embedding(48, 48), "head": nn.Linear(48, 48, bias=False), "mid": nn.Linear(48, 48)}
         )
         model["head"].weight = model["table"].weight
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
-        for number in range(6):
-            if number == 3:  # only the second of the two
-                x = inputs(number)
-            else:
-                x = model["table"](torch.arange(number, number + 5))
-            model["head"](model["mid"](x)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        return model, optimizer
+        return model
 
-    expected = life(SMALL)
-    for seed in range(3):
-        with lazily(seed):
-            got = life(config)
-        assert_same(*expected, *got)
+    def life(model, optimizer):
+        for number in range(6):
+            # In the fourth step only the second of the two.
+            x = inputs(number) if number == 3 else model["table"](torch.arange(number, number + 5))
+            model["head"](model["mid"](x)).pow(2).mean().backward()
+            end_step(optimizer)
+
+    assert_same_lives(life, config, model=tied)
 
 
 @pytest.mark.parametrize("config", EVERYTHING, ids=NAMES)
@@ -400,6 +374,7 @@ class ReadsDirectly(nn.Module):
 
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.inner = nn.ModuleDict({"layer": nn.Linear(48, 48)})
         self.directly = False
 
@@ -408,58 +383,35 @@ class ReadsDirectly(nn.Module):
         return nn.functional.linear(x, layer.weight, layer.bias) if self.directly else layer(x)
 
 
-def test_a_weight_read_without_its_cue_raises_and_names_the_module():
-    """The gradient would come from a weight that may be old."""
+@pytest.mark.parametrize("micro_batch", ["the last", "an earlier one"])
+def test_a_weight_read_without_its_cue_raises_and_names_the_module(micro_batch):
+    """The gradient would come from a weight that may be old.
+
+    Also where that gradient is not final yet: the next micro-batch runs the module and would hide it.
+    """
     with lazily(0):
-        torch.manual_seed(0)
         model = ReadsDirectly()
         optimizer = offstage.offload(adamw(model.parameters()), model, **FORWARD)
-        one_step(model, optimizer, 0)
+        iterate(model, optimizer, range(1))
         model.directly = True
-        with pytest.raises(OffstageError) as info:
+        accumulating = contextlib.nullcontext() if micro_batch == "the last" else optimizer.accumulate()
+        with pytest.raises(OffstageError) as info, accumulating:
             model(inputs(1)).sum().backward()
-    message = str(info.value)
-    for fragment in (
-        "'inner.layer.",
-        "module 'inner.layer'",
-        "synchronize()",
-        "overlap_forward=False",
-        "compile the model",
-    ):
-        assert fragment in message
-
-
-def test_a_weight_read_without_its_cue_in_an_earlier_micro_batch_raises():
-    """Also where that gradient is not final yet: the next micro-batch runs the module and would hide it."""
-    with lazily(0):
-        torch.manual_seed(0)
-        model = ReadsDirectly()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **FORWARD)
-        one_step(model, optimizer, 0)
-        model.directly = True
-        with pytest.raises(OffstageError, match=r"inner\.layer"), optimizer.accumulate():
-            model(inputs(1)).sum().backward()
+    named = ["'inner.layer.", "module 'inner.layer'", "synchronize()", "overlap_forward=False", "compile the model"]
+    assert [fragment for fragment in named if fragment not in str(info.value)] == []
 
 
 def test_a_weight_read_without_its_cue_after_synchronize_is_fine():
     """What the message advises works."""
 
-    def life(settings):
-        torch.manual_seed(0)
-        model = ReadsDirectly()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+    def life(model, optimizer):
         for number in range(6):
             model.directly = number % 2 == 1
             if model.directly:
                 optimizer.synchronize()
-            one_step(model, optimizer, number)
-        optimizer.synchronize()
-        return model, optimizer
+            iterate(model, optimizer, [number])
 
-    expected = life(SMALL)
-    with lazily(0):
-        got = life(FORWARD)
-    assert_same(*expected, *got)
+    assert_same_lives(life, FORWARD, model=ReadsDirectly, seeds=[0])
 
 
 def synchronize(model, optimizer):
@@ -481,47 +433,31 @@ def skip_step(model, optimizer):
 def test_a_weight_whose_module_was_skipped_may_be_read_after_the_wait(waited):
     """A backward without the module has waited for its update; what comes after it reads the new weight."""
 
-    def life(settings):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
-        for number in range(2):
-            one_step(model, optimizer, number)
+    def life(model, optimizer):
+        iterate(model, optimizer, range(2))
         model.used = [0, 1]
         with optimizer.accumulate():
             model(inputs(2)).pow(2).mean().backward()
         waited(model, optimizer)
         (model(inputs(3)) @ model.layers[2].weight).pow(2).mean().backward()
         optimizer.step()
-        optimizer.synchronize()
-        return model, optimizer
 
-    expected = life(SMALL)
-    with lazily(0):
-        assert_same(*expected, *life(FORWARD))
+    assert_same_lives(life, FORWARD, model=mlp, seeds=[0])
 
 
 def test_gradients_assigned_by_hand():
     """No hook fires and no module runs: step() makes the whole update, whatever the settings."""
 
-    def life(settings):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+    def life(model, optimizer):
         for number in range(5):
             if number in (1, 3):
                 for param in model.parameters():
                     param.grad = torch.full_like(param, 0.1 * number)
             else:
                 model(inputs(number)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        return model, optimizer
+            end_step(optimizer)
 
-    expected = life(SMALL)
-    for config in EVERYTHING:
-        with lazily(0):
-            got = life(config)
-        assert_same(*expected, *got)
+    assert_same_lives(life, *EVERYTHING, model=mlp, seeds=[0])
 
 
 # Compiled modules
@@ -565,7 +501,7 @@ def test_compiled_before_offload(compiled, backend):
         for number in range(4):
             model(inputs(number)).pow(2).mean().backward()
             optimizer.step()
-            left += sum(len(engine.pending) for engine in optimizer._engines.values())
+            left += num_pending(optimizer)
             optimizer.zero_grad()
         saved = copy.deepcopy(model.state_dict())
         return model, optimizer, left, saved
@@ -598,16 +534,14 @@ def test_modules_within_a_compiled_region_wait_when_they_are_called_by_themselve
     def life(settings):
         model = torch.compile(mlp(), backend="eager")
         optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
-        for number in range(3):
-            one_step(model, optimizer, number)
-        left = sum(len(engine.pending) for engine in optimizer._engines.values())
+        iterate(model, optimizer, range(3))
         with torch.no_grad():
-            return evaluate(model), left
+            return num_pending(optimizer), evaluate(model)
 
-    expected, _ = life(SMALL)
+    _, expected = life(SMALL)
     for seed in range(2):
         with lazily(seed):
-            got, left = life(config)
+            left, got = life(config)
         assert left
         assert torch.equal(expected, got)
 
@@ -624,7 +558,7 @@ def test_a_whole_model_compiled_before_offload(config):
         for number in range(4):
             model(inputs(number)).pow(2).mean().backward()
             optimizer.step()
-            left += sum(len(engine.pending) for engine in optimizer._engines.values())
+            left += num_pending(optimizer)
             optimizer.zero_grad()
         return model, optimizer, left, copy.deepcopy(model.state_dict()), copy.deepcopy(model._orig_mod.state_dict())
 
@@ -643,26 +577,19 @@ def test_a_whole_model_compiled_before_offload(config):
 def test_compiled_after_offload(in_place, backend, caplog):
     """No cue comes out of such a region: step() waits, says so once, and the bits are right."""
 
-    def life(settings):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+    def life(model, optimizer):
+        torch.compiler.reset()
         call = model
         if in_place:
             model.compile(backend=backend)
         else:
             call = torch.compile(model, backend=backend)
-        for number in range(4):
-            one_step(model, optimizer, number, call)
-        optimizer.synchronize()
-        return model, optimizer
-
-    expected = life(SMALL)
-    for config in (FORWARD, BACKWARD, BOTH):
-        torch.compiler.reset()
         caplog.clear()
-        with lazily(0), caplog.at_level(logging.WARNING, logger="offstage"):
-            got = life(config)
-        assert_same(*expected, *got)
+        iterate(call, optimizer, range(4))
+
+    for config in (FORWARD, BACKWARD, BOTH):
+        with caplog.at_level(logging.WARNING, logger="offstage"):
+            assert_same_lives(life, config, model=mlp, seeds=[0])
         told = [record for record in caplog.records if "compiled after offload()" in record.getMessage()]
         assert len(told) == (1 if config.get("overlap_forward") else 0)
 
@@ -673,7 +600,7 @@ def test_compiled_in_the_middle_of_training_raises():
     with lazily(0):
         model = mlp()
         optimizer = offstage.offload(adamw(model.parameters()), model, **FORWARD)
-        one_step(model, optimizer, 0)
+        iterate(model, optimizer, range(1))
         compiled = torch.compile(model, backend="aot_eager")
         with pytest.raises(OffstageError, match="compile the model before offload"):
             compiled(inputs(1)).sum().backward()
@@ -700,11 +627,8 @@ def test_state_dict_right_after_step(config, read):
     """What is saved is the new weights, though nothing has been waited for."""
     for seed in range(3):
         with lazily(seed):
-            model = mlp(layers=8)
-            optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-            for number in range(3):
-                one_step(model, optimizer, number)
-            assert optimizer._engines[torch.device("cpu")].pending
+            model, optimizer = offloaded(config, 3, layers=8)
+            assert optimizer._engines[CPU].pending
             saved = copy.deepcopy(read(model))
         reference = mlp(layers=8)
         plain(reference, 3)
@@ -717,74 +641,49 @@ def test_state_dict_right_after_step(config, read):
 def test_load_state_dict_right_after_step(config):
     """An update under way does not overwrite what was loaded, in the model or in a part of it."""
 
-    def life(settings):
-        model, other = mlp(), mlp(7)
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
-        for number in range(3):
-            one_step(model, optimizer, number)
+    def life(model, optimizer):
+        other = mlp(7)
+        iterate(model, optimizer, range(3))
         model.load_state_dict(other.state_dict())
-        loaded = copy.deepcopy([p.detach().clone() for p in model.parameters()])
-        for number in range(3, 6):
-            one_step(model, optimizer, number)
+        loaded = [p.detach().clone() for p in model.parameters()]
+        iterate(model, optimizer, range(3, 6))
         model.layers[1].load_state_dict(other.layers[1].state_dict())
-        for number in range(6, 8):
-            one_step(model, optimizer, number)
-        optimizer.synchronize()
+        iterate(model, optimizer, range(6, 8))
         assert all(torch.equal(a, b) for a, b in zip(loaded, other.parameters(), strict=True))
-        return model, optimizer
 
-    expected = life(SMALL)
-    for seed in range(3):
-        with lazily(seed):
-            got = life(config)
-        assert_same(*expected, *got)
+    assert_same_lives(life, config, model=mlp)
 
 
 def test_averaging_after_synchronize():
     """An EMA reads all weights: after `synchronize()` it sees the new ones."""
 
-    def life(settings):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+    def life(model, optimizer):
         average = AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
         for number in range(4):
-            one_step(model, optimizer, number)
+            iterate(model, optimizer, [number])
             optimizer.synchronize()
             average.update_parameters(model)
-        return average, optimizer
+        return [param.detach() for param in average.parameters()]
 
-    expected = life(SMALL)
-    for seed in range(3):
-        for config in (FORWARD, BOTH):
-            with lazily(seed):
-                got = life(config)
-            assert_same(*expected, *got)
+    assert_same_lives(life, FORWARD, BOTH, model=mlp)
 
 
 @pytest.mark.parametrize("config", EVERYTHING, ids=NAMES)
 def test_evaluation_between_steps(config):
     """Forwards without gradients, of the model or of a part, see the new weights and disturb nothing."""
 
-    def life(settings):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+    def life(model, optimizer):
         results = []
         for number in range(5):
-            one_step(model, optimizer, number)
+            iterate(model, optimizer, [number])
             if number % 2:
                 model.eval()
                 with torch.no_grad():
                     results += [model(inputs(50)), model.layers[2](inputs(51))]
                 model.train()
-        optimizer.synchronize()
-        return model, optimizer, results
+        return results
 
-    expected = life(SMALL)
-    for seed in range(3):
-        with lazily(seed):
-            got = life(config)
-        assert all(torch.equal(a, b) for a, b in zip(expected[2], got[2], strict=True))
-        assert_same(*expected[:2], *got[:2])
+    assert_same_lives(life, config, model=mlp)
 
 
 # Copies
@@ -806,23 +705,18 @@ def by_pickle(model):
 def test_copies_of_the_model_are_bound_to_nothing(config, copied):
     """A copy trains alone, with an optimizer of its own, and gives the original no cue."""
     with lazily(0):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-        for number in range(2):
-            one_step(model, optimizer, number)
+        model, optimizer = offloaded(config, 2)
         optimizer.synchronize()
         twin = copied(model)
         assert_same_weights(model, twin)
         other = offstage.offload(adamw(twin.parameters()), twin, **config)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         running, fired = set(optimizer._overlap._running), optimizer._overlap._fired.total()
-        one_step(twin, other, 2)
+        iterate(twin, other, [2])
         assert set(optimizer._overlap._running) == running
         assert optimizer._overlap._fired.total() == fired
-        for number in range(3, 5):
-            one_step(twin, other, number)
-        for number in range(2, 5):
-            one_step(model, optimizer, number)
+        iterate(twin, other, range(3, 5))
+        iterate(model, optimizer, range(2, 5))
         other.synchronize()
         optimizer.synchronize()
         assert_same(model, optimizer, twin, other)
@@ -852,15 +746,12 @@ class CapturedLanes(LazyLanes):
 def test_graph_capture_switches_overlap_off(config, caplog):
     """Replays give no cues: from the first capture on step() does everything, says so once, and the bits are right."""
     made = []
-
-    def factory(device):
-        made.append(CapturedLanes(device, seed=0))
-        return made[-1]
-
-    with use_lanes(factory), caplog.at_level(logging.WARNING, logger="offstage"):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-        engine = optimizer._engines[torch.device("cpu")]
+    with (
+        use_lanes(lambda device: made.append(CapturedLanes(device, seed=0)) or made[-1]),
+        caplog.at_level(logging.WARNING, logger="offstage"),
+    ):
+        model, optimizer = offloaded(config)
+        engine = optimizer._engines[CPU]
         for number in range(5):
             if number >= 2:
                 optimizer.synchronize()  # as torch.cuda.graph does
@@ -896,15 +787,14 @@ def test_nothing_is_measured_during_a_capture():
     with use_lanes(lambda device: made.append(TimedLanes(device, seed=0)) or made[-1]):
         model = mlp()
         optimizer = offstage.offload(adamw(model.parameters()), **BACKWARD)
-        optimizer._engines[torch.device("cpu")].link_gb_per_s = 10.0
+        optimizer._engines[CPU].link_gb_per_s = 10.0
         for number in range(5):
             if number == 3:
                 optimizer.synchronize()
                 made[0].now = True
             model(inputs(number)).pow(2).mean().backward()
             made[0].now = False
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
     reference = mlp()
     assert_same(reference, plain(reference, 5), model, optimizer)
 
@@ -915,41 +805,33 @@ def test_nothing_is_measured_during_a_capture():
 def test_a_parameter_unfrozen_later():
     """It had no hook when the others got theirs."""
 
-    def life(settings):
+    def frozen():
         model = mlp()
         model.layers[1].requires_grad_(False)
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+        return model
+
+    def life(model, optimizer):
         for number in range(6):
             model.layers[1].requires_grad_(number >= 3)
             model.layers[0].requires_grad_(number < 4)
-            one_step(model, optimizer, number)
-        optimizer.synchronize()
-        return model, optimizer
+            iterate(model, optimizer, [number])
 
-    expected = life(SMALL)
-    for config in EVERYTHING:
-        for seed in range(2):
-            with lazily(seed):
-                got = life(config)
-            assert_same(*expected, *got)
+    assert_same_lives(life, *EVERYTHING, model=frozen, seeds=range(2))
 
 
 def test_without_the_model_updates_in_backward_work():
-    """`model` is for cues in forward and for names; gradients have hooks of their own."""
+    """`model` is for hooks in forward and for names; gradients have hooks of their own."""
+
+    def life(settings):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = offstage.offload(adamw(model.parameters()), **settings)
+        for _ in range(4):
+            model(torch.arange(12).view(2, 6)).pow(2).mean().backward()
+            end_step(optimizer)
+        return model, optimizer
+
+    expected = life(SMALL)
     for seed in range(3):
         with lazily(seed):
-            torch.manual_seed(0)
-            model = Net()
-            optimizer = offstage.offload(adamw(model.parameters()), **BACKWARD)
-            for _ in range(4):
-                model(torch.arange(12).view(2, 6)).pow(2).mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.manual_seed(0)
-        reference = Net()
-        other = offstage.offload(adamw(reference.parameters()), **SMALL)
-        for _ in range(4):
-            reference(torch.arange(12).view(2, 6)).pow(2).mean().backward()
-            other.step()
-            other.zero_grad()
-        assert_same(reference, other, model, optimizer)
+            assert_same(*expected, *life(BACKWARD))

@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import functools
 import warnings
 
 import pytest
@@ -27,8 +28,10 @@ from tests.support.contract import (
     one_process_group,
     snapshot,
     train,
+    trained,
     unchanged,
 )
+from tests.support.lives import end_step
 
 ConfigError = offstage.ConfigError
 
@@ -222,6 +225,14 @@ def test_the_suggested_host_budget_is_enough():
     assert optimizer.receipt().host_state_bytes > 60 * 1024
 
 
+def refused_offload(model, inner, config, fragments, advice=None, kind=ConfigError):
+    """offload() refuses; then with the settings it advises, if any, training works."""
+    with refused(inner, kind, *fragments):
+        offstage.offload(inner, model, **config)
+    if advice is not None:
+        train(model, offstage.offload(inner, model, **advice), 2)
+
+
 def test_config_of_another_kind():
     model = make_model()
     inner = used_adamw(model)
@@ -241,11 +252,9 @@ def test_overlap_forward_without_the_model():
 def test_update_in_backward_with_ddp():
     with one_process_group():
         model = nn.parallel.DistributedDataParallel(make_model())
-        inner = used_adamw(model)
         fragments = ["update_in_backward=True", "DistributedDataParallel", "Expected a model without it", "Use overlap"]
-        with refused(inner, ConfigError, *fragments):
-            offstage.offload(inner, model, **SMALL, update_in_backward=True)
-        train(model, offstage.offload(inner, model, **SMALL, overlap_forward=True, window="all"), 2)
+        advice = {**SMALL, "overlap_forward": True, "window": "all"}
+        refused_offload(model, used_adamw(model), {**SMALL, "update_in_backward": True}, fragments, advice)
 
 
 # The loop
@@ -253,8 +262,7 @@ def test_update_in_backward_with_ddp():
 
 def updated_in_backward(**config):
     """A loop in the middle of an iteration: backward has updated weights, step() has not been called."""
-    model, optimizer = offloaded_model(**SMALL, update_in_backward=True, **config)
-    train(model, optimizer, 3)
+    model, optimizer = trained(3, **SMALL, update_in_backward=True, **config)
     optimizer.zero_grad()
     loss_of(model, 3).backward()
     return model, optimizer
@@ -301,9 +309,7 @@ def test_between_backward_and_step(action, fragments):
     with one_error(offstage.OffstageError, *fragments):
         action(model, optimizer)
     optimizer.step()
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 4)
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(4), model, optimizer)
 
 
 def test_a_hyperparameter_that_changes_after_its_use():
@@ -319,8 +325,7 @@ def test_a_hyperparameter_that_changes_after_its_use():
 
 
 def test_a_weight_read_without_its_module():
-    model, optimizer = offloaded_model(**SMALL, overlap_forward=True)
-    train(model, optimizer, 2)
+    model, optimizer = trained(2, **SMALL, overlap_forward=True)
     optimizer.zero_grad()
     fragments = ["'2.weight'", "module '2'", "Expected every read", "Call synchronize() before that read"]
     with one_error(offstage.OffstageError, *fragments):
@@ -368,11 +373,56 @@ def test_cgroup_limits_are_read(tmp_path):
 # Parameters
 
 
+def sgd(params, **options):
+    return torch.optim.SGD(params, lr=0.1, **options)
+
+
+SPLIT, FP32 = {**SMALL, "master_weights": "split"}, {**SMALL, "master_weights": "fp32"}
+BFLOAT16_STATE = {**SMALL, "state_dtype": "bfloat16"}
+MOMENTUM = functools.partial(sgd, momentum=0.9)
+UNFIT = {
+    "fp64 with the own rule": (
+        torch.float64,
+        adamw,
+        SMALL,
+        ["torch.float64", "float32", "bfloat16", "Use rule='torch'"],
+        {**SMALL, "rule": "torch"},
+    ),
+    "split masters of fp16": (
+        torch.float16,
+        adamw,
+        SPLIT,
+        ["'split'", "bfloat16", "torch.float16", "Use master_weights='fp32'"],
+        FP32,
+    ),
+    "split masters with SGD": (
+        torch.bfloat16,
+        MOMENTUM,
+        SPLIT,
+        ["'split'", "Adam and AdamW", "SGD", "Use master_weights='fp32'"],
+        FP32,
+    ),
+    "state_dtype with SGD": (
+        torch.float32,
+        MOMENTUM,
+        BFLOAT16_STATE,
+        ["state_dtype", "SGD", "Remove state_dtype"],
+        SMALL,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_formats_that_do_not_fit(case):
+    dtype, make, config, fragments, advice = UNFIT[case]
+    model = make_model(dtype)
+    refused_offload(model, make(model.parameters()), config, fragments, advice)
+
+
 def test_complex_parameter():
     model = nn.ParameterDict({"phase": nn.Parameter(torch.ones(4, dtype=torch.complex64))})
-    inner = adamw(model.parameters())
-    with refused(inner, ConfigError, "'phase'", "complex", "torch.complex64", "real", "view_as_real"):
-        offstage.offload(inner, model, **SMALL)
+    fragments = ["'phase'", "complex", "torch.complex64", "real", "view_as_real"]
+    refused_offload(model, adamw(model.parameters()), SMALL, fragments)
 
 
 def test_sparse_parameter_gradient():
@@ -380,44 +430,12 @@ def test_sparse_parameter_gradient():
     optimizer = offstage.offload(adamw(model.parameters()), model, **SMALL)
     for module in model.parameters():
         module.grad = torch.ones_like(module)
-    optimizer.step()
-    optimizer.zero_grad()
+    end_step(optimizer)
     model["first"](model["table"](torch.tensor([2, 5]))).sum().backward()
     fragments = ["'table.weight'", "sparse gradient", "expected a dense one", "nn.Embedding(sparse=False)"]
     with unchanged(model, optimizer), one_error(ConfigError, *fragments):
         optimizer.step()
     assert optimizer.receipt().steps == 1
-
-
-def test_fp64_with_the_own_rule():
-    model = make_model(torch.float64)
-    inner = adamw(model.parameters())
-    with refused(inner, ConfigError, "torch.float64", "float32", "bfloat16", "Use rule='torch'"):
-        offstage.offload(inner, model, **SMALL)
-    train(model, offstage.offload(inner, model, **SMALL, rule="torch"), 1)  # the advice works
-
-
-def test_split_masters_of_fp16():
-    model = make_model(torch.float16)
-    inner = adamw(model.parameters())
-    with refused(inner, ConfigError, "'split'", "bfloat16", "torch.float16", "Use master_weights='fp32'"):
-        offstage.offload(inner, model, **SMALL, master_weights="split")
-    offstage.offload(inner, model, **SMALL, master_weights="fp32")
-
-
-def test_split_masters_with_sgd():
-    model = make_model(torch.bfloat16)
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with refused(inner, ConfigError, "'split'", "Adam and AdamW", "SGD", "Use master_weights='fp32'"):
-        offstage.offload(inner, model, **SMALL, master_weights="split")
-    train(model, offstage.offload(inner, model, **SMALL, master_weights="fp32"), 1)
-
-
-def test_state_dtype_with_sgd():
-    model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with refused(inner, ConfigError, "state_dtype", "SGD", "Remove state_dtype"):
-        offstage.offload(inner, model, **SMALL, state_dtype="bfloat16")
 
 
 def test_parameter_given_twice():
@@ -429,28 +447,20 @@ def test_parameter_given_twice():
             offstage.offload(inner, model, **SMALL)
 
 
-def test_fsdp2_cpu_offload():
+@pytest.mark.parametrize("part", [False, True], ids=["the whole model", "a part of it"])
+def test_fsdp2_cpu_offload(part):
+    """Also when only a submodule was sharded so, and when another one was sharded without it."""
     with one_process_group():
         model = make_model()
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        fully_shard(model[2] if part else model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
         inner = adamw(model.parameters())
         fragments = ["CPUOffloadPolicy", "host already", "expected parameters that stay on the device", "Remove"]
         with one_error(ConfigError, *fragments):
             offstage.offload(inner, model, **SMALL)
         assert "_offstage_consumed" not in vars(inner)
-        train(model, inner, 1)
-
-
-def test_fsdp2_cpu_offload_of_a_part():
-    """Also when only a submodule was sharded so, and when another one was sharded without it."""
-    with one_process_group():
-        model = make_model()
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        fully_shard(model[2], mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        inner = adamw(model.parameters())
-        with one_error(ConfigError, "CPUOffloadPolicy", "Remove"):
-            offstage.offload(inner, model, **SMALL)
+        if not part:  # torch's foreach does not take DTensors beside others
+            train(model, inner, 1)
 
 
 # Optimizers
@@ -479,8 +489,7 @@ def test_step_of_the_consumed_optimizer():
 
 
 def test_step_after_close():
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 1)
+    model, optimizer = trained(1)
     optimizer.close()
     loss_of(model, 1).backward()
     with unchanged(model, optimizer), pytest.raises(offstage.OffstageError, match="closed") as info:
@@ -521,9 +530,7 @@ class Paged(torch.optim.AdamW):
 )
 def test_unsupported_optimizers(make, fragments):
     model = make_model()
-    inner = make(model.parameters())
-    with refused(inner, ConfigError, *fragments):
-        offstage.offload(inner, model, **SMALL)
+    refused_offload(model, make(model.parameters()), SMALL, fragments)
 
 
 @pytest.mark.parametrize("thing", ["AdamW", None, make_model()], ids=["str", "None", "module"])
@@ -544,21 +551,20 @@ def test_model_that_is_none():
 # Nothing to do
 
 
-def test_sgd_without_momentum():
+@pytest.mark.parametrize(
+    ("make", "config", "fragments", "advice"),
+    [
+        (sgd, SMALL, ["keeps no state", "SGD without momentum", "with momentum"], None),
+        (adamw, {}, ["24.0 KiB of state", "min_bytes=64.0 KiB", "Lower min_bytes"], {"min_bytes": "24KiB"}),
+    ],
+    ids=["SGD without momentum", "all parameters are small"],
+)
+def test_nothing_to_offload(make, config, fragments, advice):
     model = make_model()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    fragments = ["Nothing would be offloaded", "keeps no state", "SGD without momentum", "with momentum"]
-    with refused(inner, offstage.OffloadIneffectiveError, *fragments):
-        offstage.offload(inner, model, **SMALL)
-
-
-def test_all_parameters_are_small():
-    model = make_model()
-    inner = used_adamw(model)
-    fragments = ["Nothing would be offloaded", "24.0 KiB of state", "min_bytes=64.0 KiB", "Lower min_bytes"]
-    with refused(inner, offstage.OffloadIneffectiveError, *fragments):
-        offstage.offload(inner, model)
-    train(model, offstage.offload(inner, model, min_bytes="24KiB"), 1)  # the advice works
+    inner = make(model.parameters())
+    train(model, inner, 2)
+    fragments = ["Nothing would be offloaded", *fragments]
+    refused_offload(model, inner, config, fragments, advice, kind=offstage.OffloadIneffectiveError)
 
 
 # Models changed after offload()
@@ -580,8 +586,7 @@ def reshape(model):
     ],
 )
 def test_model_changed_after_offload(change, before, now):
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     optimizer.zero_grad()
     change(model)
     for param in model.parameters():
@@ -648,18 +653,15 @@ BAD_CHECKPOINTS = [
 
 @pytest.mark.parametrize(("damage", "fragments"), BAD_CHECKPOINTS, ids=[case[0].__name__ for case in BAD_CHECKPOINTS])
 def test_checkpoints(damage, fragments):
-    model, optimizer = offloaded_model()
-    train(model, optimizer, 2)
+    model, optimizer = trained(2)
     saved = snapshot(optimizer)
     train(model, optimizer, range(2, 4))
     saved["param_groups"][0]["lr"] = 123.0
     damage(saved)
     with unchanged(model, optimizer), one_error(ConfigError, *fragments):
         optimizer.load_state_dict(saved)
-    reference_model, reference = offloaded_model()
-    train(reference_model, reference, 5)
     train(model, optimizer, range(4, 5))  # training goes on as if nothing had been asked
-    assert_same(reference_model, reference, model, optimizer)
+    assert_same(*trained(5), model, optimizer)
 
 
 @pytest.mark.parametrize("damage", [wrong_shape, missing_key], ids=["shape", "missing key"])
@@ -676,7 +678,7 @@ def test_state_of_the_given_optimizer_that_does_not_fit(damage):
 
 @given(st.integers(0, 2**50))
 def test_a_size_to_ask_for_is_enough(size):
-    """Whoever types what a message says does not get the same message again."""
+    """The size that a message names is accepted."""
     asked = parse_size(format_size(size, up=True).replace(" ", ""), "size")
     assert size <= asked <= 1.1 * size
     assert format_size(1536) == format_size(1536, up=True) == "1.5 KiB"

@@ -5,7 +5,6 @@ Every combination of the settings, on lanes that run work at once and on lazy on
 against the plain step with torch's own clipping. Each run also has to prove that it did overlap.
 """
 
-import contextlib
 import functools
 import itertools
 
@@ -13,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.overlap import WIDTH, differences, train
-from tests.support.training import lazily
+from tests.support.overlap import WIDTH, train
+from tests.support.runs import differences
+from tests.support.training import groups_of, lazily
 
 SETTINGS = [
     {"window": window, "overlap_forward": overlap_forward, "update_in_backward": update_in_backward}
@@ -35,10 +35,6 @@ def name(case):
     return " ".join(str(key) if value is True else f"{value}" for key, value in case.items() if value is not False)
 
 
-def lanes(seed):
-    return contextlib.nullcontext() if seed is None else lazily(seed)
-
-
 def seeds_of(*case):
     """Immediate lanes, and a lazy seed out of nine that go round over the cases."""
     return [None, (SETTINGS.index(case[0]) + LOOPS.index(case[1])) % 9]
@@ -52,9 +48,9 @@ def plain(clip, micro_batches, checkpointing):
 def assert_overlapped(run, config, clip):
     """The run cannot have been a plain one."""
     early = config.get("update_in_backward")
-    assert (run.chunks_updated_in_backward > 0) == bool(early)
-    assert (run.chunks_fetched_in_backward > 0) == bool(config.get("window") and not early)
-    assert (run.updates_left_to_forward > 0) == bool(config.get("overlap_forward"))
+    assert (run.updated_in_backward > 0) == bool(early)
+    assert (run.fetched_in_backward > 0) == bool(config.get("window") and not early)
+    assert (run.left_to_forward > 0) == bool(config.get("overlap_forward"))
     receipt = run.receipt
     assert (receipt.speculation_hits > 0) == bool(early and clip in ("never", "sometimes"))
     assert (receipt.speculation_misses > 0) == bool(early and clip in ("sometimes", "always"))
@@ -66,7 +62,7 @@ def test_every_combination_gives_the_bits_of_the_plain_step(config, loop):
     """Weights, all state and all norms."""
     expected = plain(**loop)
     for seed in seeds_of(config, loop):
-        with lanes(seed):
+        with lazily(seed):
             run = train(config, steps=STEPS, **loop)
         assert differences(expected, run) == [], f"seed {seed}"
         assert_overlapped(run, config, loop["clip"])
@@ -116,6 +112,9 @@ HANDFUL = [
     ({"update_in_backward": True, "overlap_forward": True}, "sometimes"),
     ({"update_in_backward": True, "overlap_forward": True, "window": "64KiB"}, "always"),
 ]
+SOME = pytest.mark.parametrize(
+    ("config", "clip"), HANDFUL, ids=lambda value: value if isinstance(value, str) else name(value)
+)
 
 
 def fresh(arguments):
@@ -128,9 +127,7 @@ def fresh(arguments):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize(
-    ("config", "clip"), HANDFUL, ids=lambda value: value if isinstance(value, str) else name(value)
-)
+@SOME
 def test_every_format_and_rule(config, clip, form):
     """Whatever is kept per parameter, and wherever: the bits are those of the plain step in the same format."""
     arguments = FORMATS[form]
@@ -139,7 +136,7 @@ def test_every_format_and_rule(config, clip, form):
         config = {**config, "window": "1MiB"}
     expected = train(None, clip=clip, steps=STEPS, **{**fresh(arguments), "base": base})
     for seed in (None, 0, 1):
-        with lanes(seed):
+        with lazily(seed):
             run = train(config, clip=clip, steps=STEPS, **{**fresh(arguments), "base": base})
         assert differences(expected, run) == [], f"seed {seed}"
         if form != "one chunk":
@@ -172,22 +169,14 @@ class Odd(nn.Module):
         return self.head(x + self.frozen(x)) + self.empty.sum()
 
 
-def two_groups(model):
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-2}]
-
-
 @pytest.mark.parametrize("base", [{}, {"rule": "torch"}, {"fraction": 0.5}], ids=["own rule", "torch's", "half"])
-@pytest.mark.parametrize(
-    ("config", "clip"), HANDFUL, ids=lambda value: value if isinstance(value, str) else name(value)
-)
+@SOME
 def test_odd_parameters_in_two_groups(config, clip, base):
     """Non-contiguous, skipped, frozen, empty and scalar parameters under two learning rates."""
-    arguments = {"make_model": Odd, "groups": two_groups, "base": base, "clip": clip, "steps": 7}
+    arguments = {"make_model": Odd, "groups": groups_of, "base": base, "clip": clip, "steps": 7}
     expected = train(None, **arguments)
     for seed in (None, 0, 1):
-        with lanes(seed):
+        with lazily(seed):
             run = train(config, **arguments)
         assert differences(expected, run) == [], f"seed {seed}"
         assert_overlapped(run, config, clip)

@@ -15,6 +15,7 @@ from offstage.lanes.lanes import ImmediateLanes, use_lanes
 from offstage.memory import arena as host_memory
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from tests.support.contract import SMALL, TORCH, adamw, assert_same, assert_same_tree, assert_same_weights, snapshot
+from tests.support.lives import CPU, end_step, fail_at, loss_of, stack
 from tests.support.training import lazily
 
 BACKWARD = {**SMALL, "update_in_backward": True}
@@ -32,25 +33,16 @@ INFINITY = float("inf")
 LAYERS = 6
 
 
-def make_model(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(48, 48) for _ in range(LAYERS))).to(dtype)
-
-
-def loss_of(model, number):
-    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(number))
-    return model(x.to(model[0].weight.dtype)).float().pow(2).mean()
-
-
 class Life:
     """A model and its optimizer, with torch's own clipping or with the optimizer's."""
 
-    def __init__(self, config, *, dtype=torch.float32, make=adamw):
-        self.model = make_model(dtype)
+    def __init__(self, config, *, dtype=torch.float32, make=adamw, by_torch=None):
+        self.model = stack(LAYERS, dtype)
         self.optimizer = make(self.model.parameters())
         if config is not None:
             self.optimizer = offstage.offload(self.optimizer, self.model, **config)
-        self.by_torch = config is None or not config.get("update_in_backward")
+        in_backward = config is not None and config.get("update_in_backward")
+        self.by_torch = not in_backward if by_torch is None else by_torch
         self.norms = []
 
     def backward(self, number, scale=1.0):
@@ -63,8 +55,7 @@ class Life:
             self.norms.append(self.optimizer.clip_grad_norm_(max_norm, norm_type))
 
     def step(self):
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        end_step(self.optimizer)
 
     def train(self, max_norms, *, first=0, norm_type=2.0):
         for number, max_norm in enumerate(max_norms, start=first):
@@ -91,8 +82,13 @@ def assert_same_life(expected, got):
     assert_same_tree([norm.clone() for norm in expected.norms], [norm.clone() for norm in got.norms])
 
 
-def lanes(seed):
-    return contextlib.nullcontext() if seed is None else lazily(seed)
+def assert_same_told(live, config, seed, plain=SMALL):
+    """`live(config)` ends like `live(plain)`. Returns the former."""
+    expected = live(plain)
+    with lazily(seed):
+        got = live(config)
+        assert_same_life(expected, got)
+    return got
 
 
 OVER, WITHIN = 1e-4, 1e4
@@ -111,17 +107,14 @@ def test_the_bits_of_torch(pattern, norm_type):
     """Against torch's own optimizer and torch's own clipping, nothing of ours in between."""
     expected = Life(None).train(PATTERNS[pattern], norm_type=norm_type)
     for seed in (None, 0, 1):
-        with lanes(seed):
+        with lazily(seed):
             got = Life({**TORCH, "update_in_backward": True, "overlap_forward": True})
             got.train(PATTERNS[pattern], norm_type=norm_type)
             assert_same_life(expected, got)
-        receipt = got.receipt
-        assert receipt.speculation_hits + receipt.speculation_misses == len(PATTERNS[pattern]) - 1
+        hits, misses = got.receipt.speculation_hits, got.receipt.speculation_misses
+        assert hits + misses == len(PATTERNS[pattern]) - 1
         if pattern in ("hits", "misses", "mixed"):
-            assert (receipt.speculation_hits > 0, receipt.speculation_misses > 0) == (
-                pattern != "misses",
-                pattern != "hits",
-            )
+            assert (hits > 0, misses > 0) == (pattern != "misses", pattern != "hits")
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -130,17 +123,14 @@ def test_the_bits_of_the_plain_step(pattern, mode):
     """The same with our rule, in every mode; the optimizer's clipping is torch's also where nothing is speculative."""
     expected = Life(SMALL).train(PATTERNS[pattern])
     with lazily(0):
-        got = Life(MODES[mode])
-        got.by_torch = False
-        assert_same_life(expected, got.train(PATTERNS[pattern]))
+        assert_same_life(expected, Life(MODES[mode], by_torch=False).train(PATTERNS[pattern]))
 
 
 @pytest.mark.parametrize("mode", ["plain", "window", "overlap_forward"])
 @pytest.mark.parametrize("max_norm", [OVER, WITHIN])
 def test_without_speculation_gradients_are_clipped_in_place(mode, max_norm):
-    """As torch does it: whoever logs gradients after clipping sees clipped ones."""
-    expected, got = Life(SMALL), Life(MODES[mode])
-    got.by_torch = False
+    """As torch does it: a loop that logs gradients after clipping sees clipped ones."""
+    expected, got = Life(SMALL), Life(MODES[mode], by_torch=False)
     for life in (expected, got):
         life.train([1.0])
         life.backward(1)
@@ -152,8 +142,7 @@ def test_without_speculation_gradients_are_clipped_in_place(mode, max_norm):
 
 def test_without_gradients_there_is_nothing_to_clip():
     for mode in MODES.values():
-        life = Life(mode)
-        life.by_torch = False
+        life = Life(mode, by_torch=False)
         life.clip(1.0)
         assert float(life.norms[0]) == 0.0
         life.step()
@@ -174,10 +163,7 @@ def test_two_calls_in_one_iteration(seed):
             life.step()
         return life
 
-    expected = live(SMALL)
-    with lanes(seed):
-        got = live(BOTH)
-        assert_same_life(expected, got)
+    assert_same_told(live, BOTH, seed)
 
 
 @pytest.mark.parametrize("scale", [1e6, float("nan")], ids=["too large", "not a number"])
@@ -196,10 +182,7 @@ def test_an_iteration_that_the_loop_gives_up_after_clipping(scale, zeroed_by, se
             (life.optimizer if zeroed_by == "optimizer" else life.model).zero_grad()
         return life
 
-    expected = live(SMALL)
-    with lanes(seed):
-        got = live(BOTH)
-        assert_same_life(expected, got)
+    got = assert_same_told(live, BOTH, seed)
     assert (got.receipt.steps, got.receipt.skipped_steps) == (6, 0)
     assert got.receipt.speculation_hits > 0
 
@@ -240,10 +223,7 @@ def test_updates_taken_back_after_clipping_are_made_again_with_clipped_gradients
         life.step()
         return life.train([WITHIN] * 2, first=5)
 
-    expected = live(SMALL)
-    with lanes(seed):
-        got = live(BOTH)
-        assert_same_life(expected, got)
+    got = assert_same_told(live, BOTH, seed)
     assert got.receipt.speculation_hits > 0
 
 
@@ -255,21 +235,19 @@ def sgd(params):
 def test_a_float64_norm_just_over_the_bound_clips(seed):
     """A coefficient of 1 - 1e-9 is not 1, though float32 would say so."""
 
-    def live(config, bounds):
+    bounds = []
+
+    def live(config):
         life = Life(config, dtype=torch.float64, make=sgd)
         for number in range(5):
             life.backward(number)
             norm = nn.utils.get_total_norm([p.grad for p in life.model.parameters()]) if not bounds[4:] else None
-            bounds += [] if norm is None else [float(norm) * (1 - 1e-9) + 1e-6]
+            bounds.extend([] if norm is None else [float(norm) * (1 - 1e-9) + 1e-6])
             life.clip(bounds[number])
             life.step()
         return life
 
-    bounds = []
-    expected = live(None, bounds)
-    with lanes(seed):
-        got = live({**TORCH, "update_in_backward": True}, bounds)
-        assert_same_life(expected, got)
+    got = assert_same_told(live, {**TORCH, "update_in_backward": True}, seed, plain=None)
     assert (got.receipt.speculation_hits, got.receipt.speculation_misses) == (0, 4)
 
 
@@ -278,8 +256,7 @@ def test_a_float64_norm_that_float32_cannot_hold_is_finite(mode):
     """No step is skipped for it."""
 
     def live(config):
-        life = Life(config, dtype=torch.float64, make=sgd)
-        life.by_torch = config is None
+        life = Life(config, dtype=torch.float64, make=sgd, by_torch=config is None)
         for _ in range(4):
             (life.model(torch.ones(1, 48, dtype=torch.float64)).pow(2).mean() * 1e45).backward()
             life.clip(1.0)
@@ -301,9 +278,7 @@ def test_a_float64_norm_that_float32_cannot_hold_is_finite(mode):
 def test_non_finite_gradients_leave_everything_as_it_was(mode, value, where, caplog):
     """No weight, no state, no step count; counted and logged. Training goes on as if the iteration had not been."""
     with lazily(0), caplog.at_level(logging.WARNING, logger="offstage"):
-        life = Life(MODES[mode])
-        life.by_torch = False
-        life.train([1.0] * 3)
+        life = Life(MODES[mode], by_torch=False).train([1.0] * 3)
         life.settled()
         weights, state = copy.deepcopy(life.model.state_dict()), snapshot(life.optimizer)
         if where == "everywhere":
@@ -337,9 +312,8 @@ def test_non_finite_gradients_leave_everything_as_it_was(mode, value, where, cap
 def test_non_finite_gradients_at_any_time(mode, bad):
     """Also before speculation is armed, and several times in a row."""
     for seed in (None, 0, 1):
-        with lanes(seed):
-            life = Life(MODES[mode])
-            life.by_torch = False
+        with lazily(seed):
+            life = Life(MODES[mode], by_torch=False)
             for number in range(7):
                 life.backward(number, scale=float("nan") if number in bad else 1.0)
                 life.clip(0.5)
@@ -377,11 +351,9 @@ def test_a_skipped_first_iteration_whose_gradients_the_model_zeroes_does_not_cou
 
 @pytest.mark.parametrize("mode", MODES)
 def test_two_calls_in_one_iteration_skip_one_step(mode, caplog):
-    """Counted once and said once, whoever finds out."""
+    """Counted once and said once, whichever call finds out."""
     with caplog.at_level(logging.WARNING, logger="offstage"):
-        life = Life(MODES[mode])
-        life.by_torch = False
-        life.train([WITHIN] * 3)
+        life = Life(MODES[mode], by_torch=False).train([WITHIN] * 3)
         life.backward(3, scale=float("nan"))
         life.clip(INFINITY)
         life.clip(1.0)
@@ -533,7 +505,7 @@ def test_clipping_that_begins_late_raises():
 def test_saving_after_every_step(pattern, seed):
     """Each state dict is the plain one, whichever set of arenas holds the state."""
     expected = Life(SMALL)
-    with lanes(seed):
+    with lazily(seed):
         got = Life(BOTH)
         for number, max_norm in enumerate(PATTERNS[pattern]):
             for life in (expected, got):
@@ -556,9 +528,7 @@ def test_loading_after_hits(hits, seed):
         life.model.load_state_dict(weights)
         return life.train([WITHIN, OVER, WITHIN, WITHIN], first=9)
 
-    expected = live(SMALL)
-    with lanes(seed):
-        assert_same_life(expected, live(BOTH))
+    assert_same_told(live, BOTH, seed)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
@@ -576,9 +546,7 @@ def test_state_written_between_steps(seed):
                 life.optimizer.state[param]["exp_avg_sq"] = torch.full((48, 48), 0.01)
         return life
 
-    expected = live(SMALL)
-    with lanes(seed):
-        assert_same_life(expected, live(BOTH))
+    assert_same_told(live, BOTH, seed)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
@@ -596,9 +564,7 @@ def test_a_group_added_in_an_armed_loop(seed, max_norm):
         life.optimizer.add_param_group({"params": [*extra.parameters()], "lr": 0.02})
         return life.train([max_norm, WITHIN, OVER, WITHIN], first=3)
 
-    expected = live(SMALL)
-    with lanes(seed):
-        assert_same_life(expected, live(BOTH))
+    assert_same_told(live, BOTH, seed)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
@@ -610,9 +576,7 @@ def test_more_state_in_an_armed_loop(seed):
         life.optimizer.param_groups[0]["amsgrad"] = True
         return life.train([WITHIN, OVER, WITHIN, WITHIN], first=3)
 
-    expected = live(SMALL)
-    with lanes(seed):
-        assert_same_life(expected, live(BOTH))
+    assert_same_told(live, BOTH, seed)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1])
@@ -629,9 +593,7 @@ def test_state_that_moves_in_an_armed_loop(seed):
         assert any(held.placement is not placed.get(held.param, held.placement) for held in life.optimizer.all_held())
         return life
 
-    expected = live(SMALL)
-    with lanes(seed):
-        assert_same_life(expected, live(BOTH))
+    assert_same_told(live, BOTH, seed)
 
 
 @pytest.mark.parametrize("when", ["before backward", "before step", "after step"])
@@ -655,9 +617,7 @@ def test_prefetch_in_an_armed_loop(when, pattern, seed):
                 fetch()
         return life
 
-    expected = live(SMALL)
-    with lanes(seed):
-        assert_same_life(expected, live({**BOTH, "window": "all"}))
+    assert_same_told(live, {**BOTH, "window": "all"}, seed)
 
 
 # Failing, and memory
@@ -695,7 +655,7 @@ def lending(config, **options):
 
 
 def num_slots(life):
-    return len(life.optimizer._engines[torch.device("cpu")]._pipeline._slots)
+    return len(life.optimizer._engines[CPU]._pipeline._slots)
 
 
 @contextlib.contextmanager
@@ -706,18 +666,9 @@ def out_of_memory(life, lanes, where):
         yield
         lanes.until_failure = None
         return
-    rule, calls = life.optimizer.rule, []
-    inner = getattr(rule, where)
-
-    def fail(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise torch.OutOfMemoryError(where)
-        return inner(*args)
-
-    setattr(rule, where, fail)
+    undo = fail_at(3, life.optimizer.rule, where, torch.OutOfMemoryError(where))
     yield
-    delattr(rule, where)
+    undo()
 
 
 @pytest.mark.parametrize("where", ["old weights", "begin", "update"])
@@ -747,7 +698,7 @@ def test_old_weights_that_move_to_the_host_give_their_device_memory_back():
         life.model = everything if number > 5 else some
         life.train([WITHIN], first=number)
     life.settled()
-    assert life.optimizer._engines[torch.device("cpu")].host_side.kept
+    assert life.optimizer._engines[CPU].host_side.kept
     assert len(lanes.lent) == num_slots(life)
 
 
@@ -762,7 +713,7 @@ MASTERS = {
 
 
 def write_some(model, number):
-    """Someone writes weights between steps, one way or another."""
+    """Foreign writes to weights between steps, one way or another."""
     with torch.no_grad():
         if number % 3 == 1:
             model[1].weight.data[3:7] += 0.5
@@ -790,7 +741,7 @@ def test_masters(masters, pattern, foreign):
     counted = expected.receipt.weights_written_by_others
     assert (counted > 0) == (foreign and masters != "none")
     for seed in (None, 0, 1):
-        with lanes(seed):
+        with lazily(seed):
             got = live(BOTH)
             assert_same_life(expected, got)
         assert got.receipt.weights_written_by_others == counted

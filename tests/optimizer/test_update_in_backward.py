@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`update_in_backward`: gradients go as soon as they are used, and whoever wants them later is told, not cheated."""
+"""`update_in_backward`: a gradient is freed as soon as it is used; code that reads it later gets an error."""
 
-import contextlib
 import copy
 import functools
 
@@ -16,37 +15,31 @@ import offstage
 from offstage.errors import ConfigError, OffstageError, StepLostError
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from tests.support.contract import SMALL, adamw, assert_same, one_process_group, snapshot
+from tests.support.lives import CPU, assert_same_lives, clip_to, end_step, fail_at, inputs, iterate, loss_of, stack
 from tests.support.training import lazily
 
 BACKWARD = {**SMALL, "update_in_backward": True}
 BOTH = {**BACKWARD, "overlap_forward": True}
 LAYERS = 8
-
-
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(48, 48) for _ in range(LAYERS)))
-
-
-def loss_of(model, number):
-    return model(torch.randn(5, 48, generator=torch.Generator().manual_seed(number))).pow(2).mean()
-
-
-def iterate(model, optimizer, numbers, clip=None):
-    for number in numbers:
-        loss_of(model, number).backward()
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
+CLIPS = pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+CONFIGS = pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
 
 
 def trained(config, steps=3, clip=None, **options):
     """A model after some steps, so that the next backward updates everything."""
-    model = make_model()
+    model = stack()
     optimizer = offstage.offload(adamw(model.parameters(), **options), model, **config)
     iterate(model, optimizer, range(steps), clip)
     return model, optimizer
+
+
+def saved_copy(model, optimizer):
+    return copy.deepcopy(model.state_dict()), snapshot(optimizer)
+
+
+def dropped(model):
+    """Which parameters have a gradient that was used and freed."""
+    return [isinstance(param.grad, DroppedGradient) for param in model.parameters()]
 
 
 def between(config=None, clip=None):
@@ -60,81 +53,34 @@ def between(config=None, clip=None):
 # Dropped gradients
 
 
-def total_norm(model, optimizer):
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+def scaler():
+    made = torch.amp.GradScaler("cpu")
+    made.scale(torch.zeros(()))
+    return made
 
 
-def total_norm_one_by_one(model, optimizer):
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
+USES = {
+    "total_norm": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True),
+    "total_norm_one_by_one": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+    "clip_values": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 0.1),
+    "unscale": lambda _, optimizer: scaler().unscale_(optimizer),
+    "scaled_step": lambda _, optimizer: scaler().step(optimizer),
+    "log_norm": lambda model, _: model[0].weight.grad.norm(),
+    "look_for_nan": lambda model, _: torch.isnan(model[0].weight.grad).any(),
+    "copy_to_host": lambda model, _: model[0].weight.grad.to("cpu", torch.float64),
+    "scale_in_place": lambda model, _: [param.grad.mul_(0.5) for param in model.parameters()],
+    "flatten": lambda model, _: nn.utils.parameters_to_vector([param.grad for param in model.parameters()]),
+    "zero_in_place": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+    "second_backward": lambda model, _: (model[0].weight * 2).sum().backward(),
+}
 
 
-def clip_values(model, optimizer):
-    nn.utils.clip_grad_value_(model.parameters(), 0.1)
-
-
-def unscale(model, optimizer):
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    scaler.unscale_(optimizer)
-
-
-def scaled_step(model, optimizer):
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.zeros(()))
-    scaler.step(optimizer)
-
-
-def log_norm(model, optimizer):
-    model[0].weight.grad.norm()
-
-
-def look_for_nan(model, optimizer):
-    torch.isnan(model[0].weight.grad).any()
-
-
-def copy_to_host(model, optimizer):
-    model[0].weight.grad.to("cpu", torch.float64)
-
-
-def scale_in_place(model, optimizer):
-    for param in model.parameters():
-        param.grad.mul_(0.5)
-
-
-def flatten(model, optimizer):
-    nn.utils.parameters_to_vector([param.grad for param in model.parameters()])
-
-
-def zero_in_place(model, optimizer):
-    optimizer.zero_grad(set_to_none=False)
-
-
-def second_backward(model, optimizer):
-    (model[0].weight * 2).sum().backward()
-
-
-USES = [
-    total_norm,
-    total_norm_one_by_one,
-    clip_values,
-    unscale,
-    scaled_step,
-    log_norm,
-    look_for_nan,
-    copy_to_host,
-    scale_in_place,
-    flatten,
-    zero_in_place,
-    second_backward,
-]
-
-
-@pytest.mark.parametrize("use", USES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("use", USES)
 def test_whoever_uses_a_dropped_gradient_is_told(use):
     """Nothing computes a norm of 0, clips nothing or adds to nothing: it raises, and says what to do instead."""
     model, optimizer = between()
     with pytest.raises(OffstageError) as info:
-        use(model, optimizer)
+        USES[use](model, optimizer)
     message = str(info.value)
     expected = ["optimizer.clip_grad_norm_(max_norm)", "optimizer.accumulate()", "update_in_backward=False", "step()"]
     for fragment in [*expected, ".weight'"]:
@@ -143,18 +89,18 @@ def test_whoever_uses_a_dropped_gradient_is_told(use):
 
 @pytest.mark.parametrize("use", ["tolist", "numpy", "item"])
 def test_a_dropped_gradient_has_no_numbers(use):
-    """Where torch itself refuses before anyone can say why: still an error, never a number."""
+    """Where torch itself refuses before offstage can say why: still an error, never a number."""
     model, _ = between()
     with pytest.raises(RuntimeError):
         getattr(model[0].bias.grad, use)()
 
 
-@pytest.mark.parametrize("use", [total_norm, clip_values, unscale, log_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("use", ["total_norm", "clip_values", "unscale", "log_norm"])
 def test_the_step_can_still_be_made_after_such_a_raise(use):
     """It is the use that failed, not the update."""
     model, optimizer = between()
     with pytest.raises(OffstageError):
-        use(model, optimizer)
+        USES[use](model, optimizer)
     optimizer.step()
     iterate(model, optimizer, range(4, 6))
     assert_same(*trained(SMALL, 6), model, optimizer)
@@ -168,29 +114,26 @@ def test_a_dropped_gradient_looks_like_the_gradient_it_was():
     assert repr(gradient) == "DroppedGradient('2.weight')"
 
 
-@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@CONFIGS
+@CLIPS
 def test_after_step_there_are_no_dropped_gradients(config, clip):
     """`step()` takes them away: `p.grad` is None, or a gradient that clipping gave back."""
     model, optimizer = between(config, clip)
-    if clip is not None:
-        optimizer.clip_grad_norm_(clip)
+    clip_to(optimizer, clip)
     optimizer.step()
-    assert not any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    assert not any(dropped(model))
     if clip != 1e-6:
         assert all(param.grad is None for param in model.parameters())
 
 
 def test_the_first_iteration_keeps_its_gradients():
     """It is a plain one: it counts how often each parameter's gradient arrives."""
-    model = make_model()
-    optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    model, optimizer = trained(BACKWARD, 0)
     loss_of(model, 0).backward()
     assert float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)) > 0
-    optimizer.step()
-    optimizer.zero_grad()
+    end_step(optimizer)
     loss_of(model, 1).backward()
-    assert any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    assert any(dropped(model))
 
 
 @pytest.mark.parametrize("clip", [None, 1e4])
@@ -202,14 +145,13 @@ def test_what_is_left_to_step(clip):
         left = [param for param in model.parameters() if not isinstance(param.grad, DroppedGradient)]
         assert bool(left) is (config is BOTH)
         assert all(param is kept for param, kept in zip(model.parameters(), left, strict=False))
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
+        clip_to(optimizer, clip)
         optimizer.step()
 
 
 def test_the_memory_of_gradients_is_given_back_during_backward():
     """At no time is there more than a part of all gradients; at the end of backward there is next to none."""
-    model = make_model()
+    model = stack()
     seen, most = [], []
 
     def look(param):
@@ -248,7 +190,7 @@ def test_speculation_keeps_gradients_until_the_norm_is_known():
 def test_a_changed_hyperparameter_loses_the_step():
     """The updates in backward used the old one. The message says how to go on, and that works."""
     model, optimizer = trained(BACKWARD)
-    weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+    weights, saved = saved_copy(model, optimizer)
     loss_of(model, 3).backward()
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(StepLostError, match="hyperparameter changed between backward and step"):
@@ -277,21 +219,15 @@ def test_a_changed_tensor_lr_loses_the_step():
 def test_a_changed_hyperparameter_with_clipping_is_no_loss(clip, seed):
     """Speculative updates are taken back and made again with the new one."""
 
-    def life(config):
-        model, optimizer = trained(config, clip=clip)
+    def life(model, optimizer):
+        iterate(model, optimizer, range(3), clip)
         loss_of(model, 3).backward()
         optimizer.clip_grad_norm_(clip)
         optimizer.param_groups[0]["lr"] = 0.5
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         iterate(model, optimizer, range(4, 6), clip)
-        optimizer.synchronize()
-        return model, optimizer
 
-    expected = life(SMALL)
-    with lazily(seed):
-        got = life(BOTH)
-    assert_same(*expected, *got)
+    assert_same_lives(life, BOTH, seeds=[seed])
 
 
 def test_bookkeeping_in_a_group_is_nobodys_hyperparameter():
@@ -304,34 +240,28 @@ def test_bookkeeping_in_a_group_is_nobodys_hyperparameter():
         assert isinstance(model[-1].weight.grad, DroppedGradient)
         group["seen"] += 1
         group["curve"] = [torch.full((3,), float(number)), torch.ones(3)]
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
     expected = trained(SMALL, 6)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected[0].parameters(), strict=True))
 
 
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@CLIPS
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_group_with_a_gradient_added_between_backward_and_step(clip, seed):
     """What a parameter found in this backward takes part in the step after it."""
 
-    def life(config):
-        model, optimizer = trained(config, clip=clip)
+    def life(model, optimizer):
+        iterate(model, optimizer, range(3), clip)
         more = nn.Parameter(torch.zeros(48))
         for number in range(3, 6):
             (loss_of(model, number) + more.sin().sum()).backward()
             if number == 3:
                 optimizer.add_param_group({"params": [more]})
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer, clip)
         optimizer.synchronize()
-        return nn.ParameterList([*model.parameters(), more]), optimizer
+        return more.detach()
 
-    expected = life(SMALL)
-    with lazily(seed) if seed is not None else contextlib.nullcontext():
-        assert_same(*expected, *life(BOTH))
+    assert_same_lives(life, BOTH, seeds=[seed])
 
 
 def test_groups_changed_between_backward_and_step():
@@ -350,7 +280,7 @@ def test_groups_changed_between_backward_and_step():
 
 
 @pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "clipping"])
-@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+@CONFIGS
 def test_a_forward_between_backward_and_step_raises(config, clip):
     """Some weights are new and some are old. Names the module; the step can be made afterwards."""
     model, optimizer = between(config, clip)
@@ -359,50 +289,38 @@ def test_a_forward_between_backward_and_step_raises(config, clip):
             loss_of(model, 4)
         for fragment in ("'0'", "between backward and step()", "optimizer.accumulate()", "step() first"):
             assert fragment in str(info.value)
-    if clip is not None:
-        optimizer.clip_grad_norm_(clip)
+    clip_to(optimizer, clip)
     optimizer.step()
     loss_of(model, 4)
     optimizer.synchronize()
     assert_same(*trained(SMALL, 4, clip), model, optimizer)
 
 
-def save_optimizer(model, optimizer):
-    return optimizer.state_dict()
+READS = {
+    "save_optimizer": lambda _, optimizer: optimizer.state_dict(),
+    "read_state": lambda model, optimizer: optimizer.state[model[0].weight],
+    "save_model": lambda model, _: model.state_dict(),
+    "save_layer": lambda model, _: model[3].state_dict(),
+}
 
 
-def read_state(model, optimizer):
-    return optimizer.state[model[0].weight]
-
-
-def save_model(model, optimizer):
-    return model.state_dict()
-
-
-def save_layer(model, optimizer):
-    return model[3].state_dict()
-
-
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
-@pytest.mark.parametrize("read", [save_optimizer, read_state, save_model, save_layer], ids=lambda f: f.__name__)
+@CLIPS
+@pytest.mark.parametrize("read", READS)
 def test_reading_between_backward_and_step_raises(read, clip):
     """What would be saved is neither before nor after the step. The step itself is not harmed."""
     for seed in (None, 0, 1, 2):
-        with lazily(seed) if seed is not None else contextlib.nullcontext():
+        with lazily(seed):
             model, optimizer = between(clip=clip)
             with pytest.raises(OffstageError, match=r"between backward and step\(\).*Read them after step\(\)"):
-                read(model, optimizer)
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            read(model, optimizer)
+                READS[read](model, optimizer)
+            end_step(optimizer, clip)
+            READS[read](model, optimizer)
             iterate(model, optimizer, range(4, 6), clip)
             optimizer.synchronize()
         assert_same(*trained(SMALL, 6, clip), model, optimizer)
 
 
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@CLIPS
 @pytest.mark.parametrize("action", ["synchronize", "receipt", "evict"])
 @pytest.mark.parametrize("seed", range(3))
 def test_waiting_between_backward_and_step_changes_nothing(action, clip, seed):
@@ -410,25 +328,22 @@ def test_waiting_between_backward_and_step_changes_nothing(action, clip, seed):
     with lazily(seed):
         model, optimizer = between(BOTH, clip=clip)
         getattr(optimizer, action)()
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
+        clip_to(optimizer, clip)
         getattr(optimizer, action)()
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         getattr(optimizer, action)()
         iterate(model, optimizer, range(4, 6), clip)
         optimizer.synchronize()
     assert_same(*trained(SMALL, 6, clip), model, optimizer)
 
 
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@CLIPS
 @pytest.mark.parametrize("seed", range(3))
 def test_loading_between_backward_and_step(clip, seed):
     """A checkpoint may be loaded anywhere, into model and optimizer: the backward before it is forgotten."""
-
-    def life(config):
-        model, optimizer = trained(config, clip=clip)
-        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+    with lazily(seed):
+        model, optimizer = trained(BOTH, clip=clip)
+        weights, saved = saved_copy(model, optimizer)
         iterate(model, optimizer, range(3, 5), clip)
         loss_of(model, 5).backward()
         optimizer.load_state_dict(saved)
@@ -436,14 +351,10 @@ def test_loading_between_backward_and_step(clip, seed):
         optimizer.zero_grad()
         iterate(model, optimizer, range(3, 6), clip)
         optimizer.synchronize()
-        return model, optimizer
-
-    with lazily(seed):
-        got = life(BOTH)
-    assert_same(*trained(SMALL, 6, clip), *got)
+    assert_same(*trained(SMALL, 6, clip), model, optimizer)
 
 
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@CLIPS
 def test_closing_between_backward_and_step(clip):
     """Nothing hangs or crashes, under lanes that have done nothing yet."""
     with lazily(0):
@@ -459,7 +370,7 @@ def test_after_closing_between_backward_and_step(clip):
     before = copy.deepcopy(model.state_dict())
     loss_of(model, 3).backward()
     optimizer.close()
-    assert not any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    assert not any(dropped(model))
     if clip is None:
         for action in (optimizer.step, optimizer.state_dict):
             with pytest.raises(StepLostError, match="closed between backward and step"):
@@ -473,35 +384,32 @@ def test_after_closing_between_backward_and_step(clip):
 
 
 @pytest.mark.parametrize("when", ["before backward", "after backward", "after clipping"])
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@CLIPS
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_gradient_set_by_hand_for_a_frozen_parameter(when, clip, seed):
     """It shares its chunk with parameters that backward updates: it is updated all the same, and counted."""
 
-    def life(config):
+    def frozen():
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         model[1].requires_grad_(False)
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+        return model
+
+    def life(model, optimizer):
         for number in range(6):
             if when == "before backward":
                 model[1].weight.grad = torch.ones(8, 8)
-            model(torch.randn(5, 8, generator=torch.Generator().manual_seed(number))).pow(2).mean().backward()
+            model(inputs(number, 8)).pow(2).mean().backward()
             if when == "after backward":
                 model[1].weight.grad = torch.ones(8, 8)
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
+            clip_to(optimizer, clip)
             if when == "after clipping":
                 model[1].weight.grad = torch.ones(8, 8)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        return model, optimizer
+            end_step(optimizer)
+        if not optimizer.config.update_in_backward:  # reading state waits for it
+            assert float(optimizer.state[model[1].weight]["step"]) == 6
 
-    expected = life(SMALL)
-    assert float(expected[1].state[expected[0][1].weight]["step"]) == 6
-    with lazily(seed) if seed is not None else contextlib.nullcontext():
-        assert_same(*expected, *life(BACKWARD))
+    assert_same_lives(life, BACKWARD, model=frozen, seeds=[seed])
 
 
 def test_a_gradient_set_by_hand_after_its_update_raises():
@@ -515,48 +423,39 @@ def test_a_gradient_set_by_hand_after_its_update_raises():
 # Between step() and backward
 
 
-@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
+@CONFIGS
+@CLIPS
 @pytest.mark.parametrize("seed", [None, 0, 1])
 def test_hyperparameters_changed_between_step_and_backward(config, clip, seed):
     """The usual place. Also options that need more state (amsgrad): it is laid out before the first update."""
 
-    def life(settings):
-        model, optimizer = trained(settings, clip=clip)
+    def life(model, optimizer):
+        iterate(model, optimizer, range(3), clip)
         optimizer.param_groups[0].update(lr=0.5, betas=(0.5, 0.6))
         iterate(model, optimizer, range(3, 5), clip)
         optimizer.param_groups[0]["amsgrad"] = True
         iterate(model, optimizer, range(5, 8), clip)
-        optimizer.synchronize()
-        return model, optimizer
 
-    expected = life(SMALL)
-    with lazily(seed) if seed is not None else contextlib.nullcontext():
-        assert_same(*expected, *life(config))
+    assert_same_lives(life, config, seeds=[seed])
 
 
-@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+@CONFIGS
 @pytest.mark.parametrize("clip", [None, 1e4], ids=["no clipping", "hits"])
 def test_parameters_removed_from_their_group(config, clip):
-    """`param_groups` is the truth: what is no longer in it is not updated, and its gradient is nobody's business."""
+    """`param_groups` is the truth: what is no longer in it is not updated, and its gradient is left alone."""
 
-    def life(settings):
-        model, optimizer = trained(settings, clip=clip)
+    def life(model, optimizer):
+        iterate(model, optimizer, range(3), clip)
         removed = [id(param) for param in model[3].parameters()]
         group = optimizer.param_groups[0]
         group["params"] = [param for param in group["params"] if id(param) not in removed]
         for number in range(3, 6):
             loss_of(model, number).backward()
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
+            clip_to(optimizer, clip)
             optimizer.step()
             model.zero_grad()
-        optimizer.synchronize()
-        return model, optimizer
 
-    expected = life(SMALL)
-    with lazily(0):
-        assert_same(*expected, *life(config))
+    assert_same_lives(life, config, seeds=[0])
 
 
 # Which gradients are final
@@ -580,48 +479,32 @@ class SharedBlock(nn.Module):
 def test_parameters_that_fire_several_times_wait_for_step():
     """Their gradient is there, whole, until then; the others are updated at once. The bits are the plain ones."""
 
-    def life(config, look=None):
-        model = SharedBlock()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+    def life(model, optimizer):
         for number in range(5):
-            x = torch.randn(5, 48, generator=torch.Generator().manual_seed(number), requires_grad=True)
-            model(x).pow(2).mean().backward()
-            if look is not None and number > 1:
-                look(model)
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
+            model(inputs(number).requires_grad_()).pow(2).mean().backward()
+            if optimizer.config.update_in_backward and number > 1:
+                assert not isinstance(model.shared.weight.grad, DroppedGradient)
+                assert isinstance(model.others[1].weight.grad, DroppedGradient)
+            end_step(optimizer)
 
-    def look(model):
-        assert not isinstance(model.shared.weight.grad, DroppedGradient)
-        assert isinstance(model.others[1].weight.grad, DroppedGradient)
-
-    expected = life(SMALL)
-    for seed in range(3):
-        with lazily(seed):
-            got = life(BACKWARD, look)
-        assert_same(*expected, *got)
+    assert_same_lives(life, BACKWARD, model=SharedBlock)
 
 
 def test_parameters_that_once_fired_several_times_wait_for_ever():
     """Also where that was not in the first iteration: a layer that joins later, and fires twice now and then."""
 
-    def life(config):
-        model = make_model()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+    def life(model, optimizer):
         for number, fires in enumerate((0, 2, 1, 2, 1, 2)):
-            x = torch.randn(5, 48, generator=torch.Generator().manual_seed(number))
+            x = inputs(number)
             losses = [(model if fires else model[:-1])(x).pow(2).mean()]
             if fires == 2:
                 losses.append(model[-1](x).pow(2).mean())
             for loss in losses:
                 loss.backward()
             assert not isinstance(model[-1].weight.grad, DroppedGradient)
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
+            end_step(optimizer)
 
-    assert_same(*life(SMALL), *life(BACKWARD))
+    assert_same_lives(life, BACKWARD, seeds=[None])
 
 
 class Target(nn.Module):
@@ -642,12 +525,8 @@ class Target(nn.Module):
         return self.layer(checkpoint(self.part, x, use_reentrant=self.use_reentrant))
 
     def train_once(self, optimizer, number, clip):
-        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(number), requires_grad=True)
-        self(x).pow(2).mean().backward()
-        if clip is not None:
-            optimizer.clip_grad_norm_(clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        self(inputs(number, 128).requires_grad_()).pow(2).mean().backward()
+        end_step(optimizer, clip)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -655,14 +534,11 @@ class Target(nn.Module):
 def test_checkpointing_that_reads_a_weight_again_after_its_gradient(use_reentrant, clip):
     """The second forward reads what the first one read: the update waits for step()."""
 
-    def life(config):
-        model = Target(use_reentrant)
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+    def life(model, optimizer):
         for number in range(5):
             model.train_once(optimizer, number, clip)
-        return model, optimizer
 
-    assert_same(*life(SMALL), *life(BACKWARD))
+    assert_same_lives(life, BACKWARD, model=functools.partial(Target, use_reentrant), seeds=[None])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -680,52 +556,38 @@ def test_checkpointing_that_begins_to_read_an_updated_weight_raises(use_reentran
 
 
 def test_micro_batches_without_accumulate_in_the_first_iteration():
-    """Whoever accumulates from the start without saying so gets everything updated in step(), with the right bits."""
+    """A loop that accumulates from the start without saying so has all updates in step(), with the right bits."""
 
-    def life(config):
-        model = make_model()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+    def life(model, optimizer):
         for number in range(4):
             for part in range(2):
                 loss_of(model, 10 * number + part).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        return model, optimizer
+            end_step(optimizer)
 
-    with lazily(0):
-        got = life(BOTH)
-    assert_same(*life(SMALL), *got)
+    assert_same_lives(life, BOTH, seeds=[0])
 
 
 def test_a_backward_that_is_run_again_in_the_first_iteration_counts_once():
     """A rerun before the first step (line search, out of memory) does not make every gradient look unfinished."""
-    model = make_model()
-    optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
+    model, optimizer = trained(BACKWARD, 0)
     loss_of(model, 0).backward()
     optimizer.zero_grad()
     iterate(model, optimizer, range(3))
     loss_of(model, 3).backward()
-    assert any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
+    assert any(dropped(model))
     optimizer.step()
     assert_same(*trained(SMALL, 4), model, optimizer)
 
 
 def test_everything_under_accumulate_is_left_to_step():
     """Forgetting the last backward outside accumulate() costs time, not bits."""
-
-    def life(config):
-        model = make_model()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
-        for number in range(5):
-            with optimizer.accumulate():
-                loss_of(model, number).backward()
-            assert not any(isinstance(param.grad, DroppedGradient) for param in model.parameters())
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
-
-    assert_same(*trained(SMALL, 5), *life(BACKWARD))
+    model, optimizer = trained(BACKWARD, 0)
+    for number in range(5):
+        with optimizer.accumulate():
+            loss_of(model, number).backward()
+        assert not any(dropped(model))
+        end_step(optimizer)
+    assert_same(*trained(SMALL, 5), model, optimizer)
 
 
 def test_accumulate_nests_and_ends_with_an_exception():
@@ -739,56 +601,35 @@ def test_accumulate_nests_and_ends_with_an_exception():
     assert_same(*trained(SMALL, 5), model, optimizer)
 
 
-@pytest.mark.parametrize("clip", [None, 1e4, 1e-6], ids=["no clipping", "hits", "misses"])
-@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+@CLIPS
+@CONFIGS
 def test_closure(config, clip):
     """`step(closure)`: the backward inside it updates like any other."""
 
-    def life(settings):
-        model = make_model()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
-        losses = []
-
+    def life(model, optimizer):
         def closure(number):
             optimizer.zero_grad()
             loss = loss_of(model, number)
             loss.backward()
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
+            clip_to(optimizer, clip)
             return loss
 
-        for number in range(5):
-            losses.append(optimizer.step(functools.partial(closure, number)).detach())
-        optimizer.synchronize()
-        return model, optimizer, losses
+        return [optimizer.step(functools.partial(closure, number)).detach() for number in range(5)]
 
-    expected = life(SMALL)
-    for seed in range(3):
-        with lazily(seed):
-            got = life(config)
-        assert all(torch.equal(a, b) for a, b in zip(expected[2], got[2], strict=True))
-        assert_same(*expected[:2], *got[:2])
+    assert_same_lives(life, config)
 
 
-@pytest.mark.parametrize("config", [BACKWARD, BOTH], ids=["update_in_backward", "both"])
+@CONFIGS
 def test_zeroing_in_place_after_step(config):
     """`zero_grad(set_to_none=False)` after step() finds None, or gradients that it may write zeros to."""
 
-    def life(settings):
-        model = make_model()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+    def life(model, optimizer):
         for number in range(5):
             loss_of(model, number).backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-        optimizer.synchronize()
-        return model, optimizer
 
-    expected = life(SMALL)
-    for seed in range(3):
-        with lazily(seed):
-            got = life(config)
-        assert_same(*expected, *got)
+    assert_same_lives(life, config)
 
 
 # Failing
@@ -815,9 +656,9 @@ def fail_in_backward(model, number):
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_an_exception_in_backward_loses_the_step(seed):
     """Half of the weights are new: no step, no forward and no checkpoint passes that over; loading one helps."""
-    with lazily(seed) if seed is not None else contextlib.nullcontext():
+    with lazily(seed):
         model, optimizer = trained(BACKWARD)
-        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        weights, saved = saved_copy(model, optimizer)
         fail_in_backward(model, 3)
         assert optimizer._overlap.updated
         optimizer.zero_grad()
@@ -838,9 +679,9 @@ def test_an_exception_in_backward_loses_the_step(seed):
 @pytest.mark.parametrize("first", ["model", "optimizer"])
 def test_a_checkpoint_is_loaded_in_any_order_after_a_failed_backward(first, seed):
     """Into the model first, too: it is what the message advises."""
-    with lazily(seed) if seed is not None else contextlib.nullcontext():
+    with lazily(seed):
         model, optimizer = trained(BACKWARD)
-        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        weights, saved = saved_copy(model, optimizer)
         fail_in_backward(model, 3)
         if first == "model":
             model.load_state_dict(weights)
@@ -860,39 +701,29 @@ def test_a_checkpoint_is_loaded_in_any_order_after_a_failed_backward(first, seed
 def test_a_backward_that_fails_before_its_first_update_costs_nothing(where, clip):
     """Nothing was changed: zero_grad(), and the next iteration is a good one. No gradient of the failed one is used."""
 
-    def life(config, fails):
-        model, optimizer = trained(config, clip=clip)
-        if fails:
-            engine, rule = optimizer._engines[torch.device("cpu")], optimizer.rule
-            owner, name = (engine, "prepare") if where == "take" else (rule, "begin")
-
-            def fail(*args):
-                raise torch.OutOfMemoryError(where)
-
-            setattr(owner, name, fail)
+    def life(model, optimizer):
+        iterate(model, optimizer, range(3), clip)
+        if optimizer.config.update_in_backward:
+            owner, name = (optimizer._engines[CPU], "prepare") if where == "take" else (optimizer.rule, "begin")
+            undo = fail_at(1, owner, name, torch.OutOfMemoryError(where))
             with pytest.raises(torch.OutOfMemoryError):
                 loss_of(model, 99).backward()
-            delattr(owner, name)
+            undo()
             assert not optimizer._overlap.updated
             optimizer.zero_grad()
-        for number in range(3, 6):
-            loss_of(model[:-1] if number == 3 else model, number).backward()
-            if clip is not None:
-                optimizer.clip_grad_norm_(clip)
-            optimizer.step()
-            optimizer.zero_grad()
-        return model, optimizer
+        iterate(model[:-1], optimizer, [3], clip)
+        iterate(model, optimizer, range(4, 6), clip)
 
-    assert_same(*life(SMALL, False), *life(BACKWARD, True))
+    assert_same_lives(life, BACKWARD, seeds=[None])
 
 
 @pytest.mark.parametrize("clip", [1e4, 1e-6], ids=["hits", "misses"])
 @pytest.mark.parametrize("seed", [None, 0, 1, 2])
 def test_an_exception_in_backward_with_clipping_never_leaves_half_a_step(clip, seed):
     """The old weights are still there: whatever goes on does so from them, or raises."""
-    with lazily(seed) if seed is not None else contextlib.nullcontext():
+    with lazily(seed):
         model, optimizer = trained(BACKWARD, clip=clip)
-        weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
+        weights, saved = saved_copy(model, optimizer)
         fail_in_backward(model, 3)
         optimizer.zero_grad()
         try:
@@ -909,19 +740,11 @@ def test_an_exception_in_backward_with_clipping_never_leaves_half_a_step(clip, s
 def test_an_update_that_fails_in_backward_loses_the_step():
     """As in step(): the weights are between two steps, and nothing is saved or trained on."""
     model, optimizer = trained(BACKWARD)
-    weights, saved = copy.deepcopy(model.state_dict()), snapshot(optimizer)
-    update, calls = optimizer.rule.update, []
-
-    def fail(shares):
-        calls.append(1)
-        if len(calls) == 3:
-            raise Interrupted
-        update(shares)
-
-    optimizer.rule.update = fail
+    weights, saved = saved_copy(model, optimizer)
+    undo = fail_at(3, optimizer.rule, "update", Interrupted())
     with pytest.raises((Interrupted, StepLostError)):
         loss_of(model, 3).backward()
-    optimizer.rule.update = update
+    undo()
     with pytest.raises(OffstageError):
         optimizer.state_dict()
     with pytest.raises(StepLostError):
@@ -939,31 +762,21 @@ def test_an_update_that_fails_in_backward_loses_the_step():
 def test_ddp_is_refused():
     """It reduces gradients after they were used. Refused at offload(), or in the first forward of a later wrapping."""
     with one_process_group():
-        model = make_model()
-        wrapped = DistributedDataParallel(model)
+        wrapped = DistributedDataParallel(stack())
         with pytest.raises(ConfigError, match=r"DistributedDataParallel.*overlap_forward=True"):
             offstage.offload(adamw(wrapped.parameters()), wrapped, **BACKWARD)
-        model = make_model()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
-        wrapped = DistributedDataParallel(model)
+        model, optimizer = trained(BACKWARD, 0)
         with pytest.raises(ConfigError, match=r"DistributedDataParallel.*overlap_forward=True"):
-            loss_of(wrapped, 0)
+            loss_of(DistributedDataParallel(model), 0)
         optimizer.close()
 
 
 def test_overlap_forward_and_window_work_with_ddp():
     """What the refusal advises."""
 
-    def life(config):
-        model = DistributedDataParallel(make_model())
-        optimizer = offstage.offload(adamw(model.parameters()), model, **config)
+    def life(model, optimizer):
         iterate(model, optimizer, range(4))
-        optimizer.synchronize()
-        return model, optimizer
 
     with one_process_group():
-        expected = life(SMALL)
-        for seed in range(3):
-            with lazily(seed):
-                got = life({**SMALL, "overlap_forward": True, "window": "all"})
-            assert_same(*expected, *got)
+        config = {"overlap_forward": True, "window": "all"}
+        assert_same_lives(life, config, model=lambda: DistributedDataParallel(stack()))

@@ -12,36 +12,13 @@ import offstage
 from offstage.errors import ConfigError
 from offstage.lanes.lanes import ImmediateLanes, use_lanes
 from tests.support.contract import SMALL, adamw, assert_same, snapshot
+from tests.support.lives import CPU, assert_same_lives, end_step, fail_at, iterate, loss_of, stack
+from tests.support.lives import offloaded_stack as offloaded
 from tests.support.training import lazily
 
 LAYERS = 8
 SLOT = 16 * 1024
-CPU = torch.device("cpu")
-
-
-def make_model(layers=LAYERS):
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(48, 48) for _ in range(layers)))
-
-
-def loss_of(model, number):
-    return model(torch.randn(5, 48, generator=torch.Generator().manual_seed(number))).pow(2).mean()
-
-
-def offloaded(model=None, **config):
-    model = make_model() if model is None else model
-    return model, offstage.offload(adamw(model.parameters()), model, **{**SMALL, **config})
-
-
-def iterate(model, optimizer, numbers):
-    for number in numbers:
-        loss_of(model, number).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def lanes(seed):
-    return contextlib.nullcontext() if seed is None else lazily(seed)
+SEEDS = pytest.mark.parametrize("seed", [None, 0, 1, 2])
 
 
 def pipeline_of(optimizer):
@@ -156,7 +133,7 @@ class Metering:
 
     def __init__(self, activation_bytes=4 * SLOT, *, limit=None, **config):
         self.activation_bytes = activation_bytes
-        self.model = make_model()
+        self.model = stack()
         made = []
         for layer in self.model:
             layer.register_forward_hook(lambda *_: made[0].use(self.activation_bytes))
@@ -264,39 +241,38 @@ def test_without_a_window_no_cue_looks_for_chunks():
 # By hand
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 def test_prefetch_and_evict(seed):
     """The trips placed by a framework: all state is there after prefetch(), none after evict()."""
-    plain_model, plain = offloaded()
-    with lanes(seed):
-        model, optimizer = offloaded(window="all")
+
+    def life(model, optimizer):
         pipeline = pipeline_of(optimizer)
+        if optimizer.config.window == 0:
+            return iterate(model, optimizer, range(5))
         for number in range(5):
             loss_of(model, number).backward()
             optimizer.prefetch()
             assert len(pipeline.staged) == (num_chunks(optimizer) if number else len(pipeline.staged))
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer)
             optimizer.evict()
             assert pipeline.window_slots == 0
             assert not pipeline.staged
-    iterate(plain_model, plain, range(5))
-    assert_same(plain_model, plain, model, optimizer)
+
+    assert_same_lives(life, {"window": "all"}, seeds=[seed])
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 def test_prefetch_right_after_step(seed):
     """What is fetched is the state that step() is still storing."""
-    plain_model, plain = offloaded()
-    iterate(plain_model, plain, range(5))
-    with lanes(seed):
-        model, optimizer = offloaded(window="all", overlap_forward=True)
+
+    def life(model, optimizer):
         for number in range(5):
             iterate(model, optimizer, [number])
-            optimizer.prefetch()
-            assert len(pipeline_of(optimizer).staged) == num_chunks(optimizer)
-        optimizer.synchronize()
-        assert_same(plain_model, plain, model, optimizer)
+            if optimizer.config.window:
+                optimizer.prefetch()
+                assert len(pipeline_of(optimizer).staged) == num_chunks(optimizer)
+
+    assert_same_lives(life, {"window": "all", "overlap_forward": True}, seeds=[seed])
 
 
 def test_prefetch_takes_no_more_than_the_window():
@@ -308,23 +284,21 @@ def test_prefetch_takes_no_more_than_the_window():
 
 
 @pytest.mark.parametrize("when", ["after backward", "after step"])
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 def test_evict_at_any_time(when, seed):
     """State that was fetched and not used is dropped, and fetched again by step()."""
-    plain_model, plain = offloaded()
-    iterate(plain_model, plain, range(5))
-    with lanes(seed):
-        model, optimizer = offloaded(window=4 * SLOT, overlap_forward=True)
+
+    def life(model, optimizer):
+        evict = optimizer.evict if optimizer.config.window else lambda: None
         for number in range(5):
             loss_of(model, number).backward()
             if when == "after backward":
-                optimizer.evict()
-            optimizer.step()
-            optimizer.zero_grad()
+                evict()
+            end_step(optimizer)
             if when == "after step":
-                optimizer.evict()
-        optimizer.synchronize()
-        assert_same(plain_model, plain, model, optimizer)
+                evict()
+
+    assert_same_lives(life, {"window": 4 * SLOT, "overlap_forward": True}, seeds=[seed])
 
 
 def test_prefetch_without_a_window_is_refused():
@@ -338,24 +312,22 @@ def test_prefetch_without_a_window_is_refused():
 # What waits in the window is never stale
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 def test_skipped_steps_keep_what_was_fetched(seed):
     """A step that is not made (an overflow) leaves the staged chunks valid, and they are not fetched again."""
 
-    def life(skipped, **config):
-        model, optimizer = offloaded(**config)
+    fetched = []
+
+    def life(model, optimizer):
         for number in range(7):
             loss_of(model, number).backward()
-            if number not in skipped:
+            if number not in (2, 4, 5):
                 optimizer.step()
             optimizer.zero_grad()
-        return model, optimizer
+        fetched.append(optimizer)
 
-    expected = life((2, 4, 5))
-    with lanes(seed):
-        got = life((2, 4, 5), window="all")
-        assert_same(*expected, *got)
-    assert got[1].receipt().total_bytes_fetched == expected[1].receipt().total_bytes_fetched
+    assert_same_lives(life, {"window": "all"}, seeds=[seed])
+    assert len({optimizer.receipt().total_bytes_fetched for optimizer in fetched}) == 1
 
 
 def load(model, optimizer, saved):
@@ -386,7 +358,7 @@ def start_anew(model, optimizer, saved):
     optimizer.state = {}
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 @pytest.mark.parametrize(
     "change",
     [load, assign_state, assign_key, write_in_place, write_the_saved_one_in_place, start_anew],
@@ -395,51 +367,38 @@ def start_anew(model, optimizer, saved):
 def test_state_that_changes_while_a_copy_waits_in_the_window(change, seed):
     """Between backward and step(): the step uses what was loaded or written, not what was fetched before."""
 
-    def life(**config):
-        model, optimizer = offloaded(**config)
+    def life(model, optimizer):
         iterate(model, optimizer, range(2))
         saved = snapshot(optimizer)
         iterate(model, optimizer, range(2, 3))
         loss_of(model, 3).backward()
-        if config:
-            assert pipeline_of(optimizer).staged
+        assert bool(pipeline_of(optimizer).staged) == bool(optimizer.config.window)
         with torch.no_grad():
             change(model, optimizer, saved)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         iterate(model, optimizer, range(4, 6))
-        return model, optimizer
 
-    expected = life()
-    with lanes(seed):
-        assert_same(*expected, *life(window="all"))
+    assert_same_lives(life, {"window": "all"}, seeds=[seed])
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 def test_more_state_while_chunks_wait_in_the_window(seed):
     """An option that lays state out anew: the old chunks leave the window, which holds as many new ones as before."""
 
-    def life(**config):
-        model, optimizer = offloaded(**config)
+    def life(model, optimizer):
         iterate(model, optimizer, range(3))
         loss_of(model, 3).backward()
         optimizer.param_groups[0]["amsgrad"] = True
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         iterate(model, optimizer, range(4, 7))
         loss_of(model, 7).backward()
-        staged = len(pipeline_of(optimizer).staged)
+        assert len(pipeline_of(optimizer).staged) == (num_chunks(optimizer) if optimizer.config.window else 0)
         optimizer.step()
-        return model, optimizer, staged
 
-    expected = life()
-    with lanes(seed):
-        got = life(window="all")
-        assert_same(*expected[:2], *got[:2])
-    assert got[2] == num_chunks(got[1])
+    assert_same_lives(life, {"window": "all"}, seeds=[seed])
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 def test_a_group_added_while_chunks_wait_in_the_window(seed):
     """Also one that needs larger slots."""
 
@@ -451,14 +410,13 @@ def test_a_group_added_while_chunks_wait_in_the_window(seed):
         iterate(model, optimizer, range(3))
         loss_of(model, 3).backward()
         optimizer.add_param_group({"params": [*model[1].parameters()]})
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         model[1].zero_grad()
         iterate(model, optimizer, range(4, 7))
         return model, optimizer
 
     expected = life()
-    with lanes(seed):
+    with lazily(seed):
         assert_same(*expected, *life(window="all"))
 
 
@@ -475,39 +433,23 @@ class Sometimes(nn.Module):
         return torch.stack([self.parts[number].mul(x.sum()).tanh().sum() for number in self.used])
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@SEEDS
 @pytest.mark.parametrize("window", [SLOT, "all"])
 def test_a_parameter_whose_neighbours_were_fetched_without_it(seed, window):
     """It had no gradient the last time; what the staged chunk lacks of it is fetched now."""
-    uses = [
-        [0, 1, 5, 11],
-        [0, 1, 2, 5, 10, 11],
-        range(12),
-        [3],
-        [0, 3, 4, 9],
-        range(0, 12, 2),
-        range(1, 12, 2),
-        range(12),
-    ]
+    few = [[0, 1, 5, 11], [0, 1, 2, 5, 10, 11], range(12), [3], [0, 3, 4, 9]]
+    uses = [*few, range(0, 12, 2), range(1, 12, 2), range(12)]
 
-    def life(**config):
-        model = Sometimes()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **{**SMALL, **config})
+    def life(model, optimizer):
         staged = 0
         for number, used in enumerate(uses):
             model.used = used
             loss_of(model, number).backward()
             staged += len(pipeline_of(optimizer).staged)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.synchronize()
-        return model, optimizer, staged
+            end_step(optimizer)
+        assert (staged > 0) == bool(optimizer.config.window)
 
-    expected = life()
-    with lanes(seed):
-        got = life(window=window)
-        assert_same(*expected[:2], *got[:2])
-    assert got[2] > 0
+    assert_same_lives(life, {"window": window}, model=Sometimes, seeds=[seed])
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -518,26 +460,19 @@ def test_chunks_that_wait_for_long_leave_room_for_the_others(slots, window, how,
     """Experts in turns: what was fetched for one that then is not used does not take the ring's slots."""
     turns = [range(8), range(4), range(4), range(4, 8), range(4, 8), range(4), [7], [5, 6], range(8)]
 
-    def life(**config):
-        model = make_model()
-        experts = nn.ModuleList(model)
-        optimizer = offstage.offload(adamw(experts.parameters()), experts, **{**SMALL, **config})
+    def life(experts, optimizer):
         for number, used in enumerate(turns):
-            loss = loss_of(nn.Sequential(*(model[i] for i in used)), number)
-            # Under accumulate() no gradient is a cue.
+            loss = loss_of(nn.Sequential(*(experts[i] for i in used)), number)
+            # Under accumulate() no gradient starts anything.
             with optimizer.accumulate() if "accumulate" in how and number % 2 else contextlib.nullcontext():
                 loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if config and "prefetch" in how:
+            end_step(optimizer)
+            if optimizer.config.window and "prefetch" in how:
                 optimizer.prefetch()
-        return experts, optimizer
 
-    expected = life()
-    with lanes(seed):
-        got = life(window=window, slots=slots, update_in_backward="early" in how)
-        assert_same(*expected, *got)
-    assert got[1].receipt().device_state_bytes <= (slots + num_chunks(got[1])) * SLOT
+    config = {"window": window, "slots": slots, "update_in_backward": "early" in how}
+    _, optimizer = assert_same_lives(life, config, model=lambda: nn.ModuleList(stack()), seeds=[seed])
+    assert optimizer.receipt().device_state_bytes <= (slots + num_chunks(optimizer)) * SLOT
 
 
 @pytest.mark.parametrize("overlap_forward", [False, True])
@@ -560,18 +495,10 @@ def test_a_failing_step_while_chunks_wait_in_the_window(seed):
         iterate(model, optimizer, range(2))
         weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, snapshot(optimizer)
         loss_of(model, 2).backward()
-        update, calls = optimizer.rule.update, []
-
-        def fail(shares):
-            calls.append(1)
-            if len(calls) == 3:
-                raise ZeroDivisionError
-            update(shares)
-
-        optimizer.rule.update = fail
+        undo = fail_at(3, optimizer.rule, "update", ZeroDivisionError())
         with pytest.raises((offstage.OffstageError, ZeroDivisionError)):
             optimizer.step()
-        optimizer.rule.update = update
+        undo()
         optimizer.load_state_dict(saved)
         model.load_state_dict(weights)
         optimizer.zero_grad()

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The number of slots where the user has not set one."""
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -15,13 +13,6 @@ from tests.support.machines import machine
 WIDTH = 64
 STATE = 12 * WIDTH * WIDTH
 CHUNK = 16 * 1024
-
-
-@pytest.fixture
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model_of(groups=4, linears=2, *, shard=True):

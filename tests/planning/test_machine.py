@@ -20,6 +20,7 @@ from offstage.planning import measure
 from offstage.planning import rates as machine_rates
 from offstage.planning.machine import UPDATE_BYTES_PER_PARAM, Machine
 from offstage.planning.measure import measure_machine
+from tests.support.machines import machine as reference_machine
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -28,23 +29,14 @@ MOMENTARY = {"host_free_bytes", "device_free_bytes", "ranks_on_host"}
 
 def by_hand(**changes) -> Machine:
     """The reference machine, more or less."""
-    fields = {
-        "device_name": "NVIDIA H200",
-        "device_bytes": 139 * GIB,
-        "device_free_bytes": 138 * GIB,
-        "host_bytes": 125 * GIB,
-        "host_free_bytes": 120 * GIB,
-        "link_up_gb_per_s": 55.1,
+    rates = {
         "link_down_gb_per_s": 55.0,
         "link_duplex_gb_per_s": 50.6,
         "dram_gb_per_s": 127.0,
-        "host_update_gb_per_s": {16: 126.0, 1: 15.0, 4: 60.0},
-        "host_update_gparam_limit": 0.6,
-        "pin_gib_per_s": 17.0,
         "device_gb_per_s": 4000.0,
-        "threads": 16,
     }
-    return Machine(**(fields | changes))
+    fields = {"host_bytes": 125 * GIB, "host_update_gb_per_s": {16: 126.0, 1: 15.0, 4: 60.0}, **rates}
+    return reference_machine(**(fields | changes))
 
 
 def rates(found: Machine) -> dict:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split masters are lossless, and the weight wins when someone else wrote it."""
+"""Split masters are lossless, and a weight that was written from outside wins over its master."""
 
 import pytest
 import torch

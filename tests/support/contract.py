@@ -112,17 +112,29 @@ def offloaded_model(
     return model, offstage.offload(make(model.parameters()), model, **(config or SMALL))
 
 
+def trained(
+    steps: range | int, make: MakeOptimizer = adamw, **arguments: Any
+) -> tuple[nn.Module, offstage.OffloadedOptimizer]:
+    """An `offloaded_model` after some steps."""
+    model, optimizer = offloaded_model(make, **arguments)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def trained_twins(steps: range | int, make: MakeOptimizer = adamw, **arguments: Any) -> Any:
+    """A `twin` after some steps of both."""
+    plain_model, plain, model, optimizer = twin(make, **arguments)
+    train(plain_model, plain, steps)
+    train(model, optimizer, steps)
+    return plain_model, plain, model, optimizer
+
+
 def lazily_offloaded(
     make: MakeOptimizer = adamw, *, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any
 ) -> tuple[nn.Module, offstage.OffloadedOptimizer, LazyLanes]:
     """Offloaded on lanes that run nothing until forced (with `seed` divisible by 3) and check every access."""
     made: list[LazyLanes] = []
-
-    def factory(device: torch.device) -> LazyLanes:
-        made.append(LazyLanes(device, seed=seed))
-        return made[-1]
-
-    with use_lanes(factory):
+    with use_lanes(lambda device: made.append(LazyLanes(device, seed=seed)) or made[-1]):
         model, optimizer = offloaded_model(make, dtype=dtype, **config)
     return model, optimizer, made[0]
 
@@ -145,6 +157,16 @@ def saved_and_loaded(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     torch.save(state_dict, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
+
+
+def resumed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, make: MakeOptimizer = adamw, **arguments: Any
+) -> tuple[nn.Module, offstage.OffloadedOptimizer]:
+    """A new model and optimizer with the state of these."""
+    other_model, other = offloaded_model(make, **arguments)
+    other_model.load_state_dict(model.state_dict())
+    other.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    return other_model, other
 
 
 def assert_same_weights(left: nn.Module, right: nn.Module) -> None:
@@ -180,6 +202,15 @@ def assert_same(
 ) -> None:
     assert_same_weights(left, right)
     assert_same_optimizer(left_optimizer, right_optimizer)
+
+
+def assert_same_future(
+    left: tuple[nn.Module, torch.optim.Optimizer], right: tuple[nn.Module, torch.optim.Optimizer], steps: range
+) -> None:
+    """Both train on, to the same bits."""
+    for one in (left, right):
+        train(*one, steps)
+    assert_same(*left, *right)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,20 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from tests.support.training import same_bits
+from tests.support.runs import Run, keep, look
+from tests.support.training import Block
 
 WIDTH = 40
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -35,7 +24,7 @@ class Net(nn.Module):
         super().__init__()
         self.checkpointing = checkpointing
         self.embedding = nn.Embedding(50, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(WIDTH, 2) for _ in range(blocks))
         self.head = nn.Linear(WIDTH, 50, bias=False)
         self.head.weight = self.embedding.weight
         self.scale = nn.Linear(WIDTH, 1)
@@ -52,32 +41,6 @@ class Net(nn.Module):
 
 CLIPS = {"none": None, "never": 1e4, "always": 1e-4, "sometimes": 1.0}
 """`max_norm`. Losses of odd steps are a thousandth of the others, so that 1.0 is sometimes enough and sometimes not."""
-
-
-@dataclass
-class Run:
-    """What a training run left, and how much of it happened outside `step()`."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    weights: list[torch.Tensor] = field(default_factory=list)
-    state: dict[tuple[int, str], torch.Tensor] = field(default_factory=dict)
-    norms: list[torch.Tensor] = field(default_factory=list)
-    receipt: offstage.optimizer.receipt.Receipt | None = None
-    chunks_updated_in_backward: int = 0
-    chunks_fetched_in_backward: int = 0
-    updates_left_to_forward: int = 0
-
-
-def differences(a: Run, b: Run) -> list[str]:
-    """What of two runs is not equal bit for bit: weights, state, norms."""
-    named = zip([name for name, _ in a.model.named_parameters()], a.weights, b.weights, strict=True)
-    found = [f"weight {name}" for name, x, y in named if not same_bits(x, y)]
-    if a.state.keys() != b.state.keys():
-        found.append(f"state keys {a.state.keys() ^ b.state.keys()}")
-    found += [f"state {key}" for key in a.state.keys() & b.state.keys() if not same_bits(a.state[key], b.state[key])]
-    norms = zip(a.norms, b.norms, strict=True)
-    return found + [f"norm of step {step}" for step, (x, y) in enumerate(norms) if not same_bits(x, y)]
 
 
 def train(
@@ -103,7 +66,7 @@ def train(
     inner = make(groups(model), **({"lr": 3e-3, "weight_decay": 0.1} if options is None else options))
     settings = {"min_bytes": 0, "chunk_bytes": "16KiB", **(base or {}), **(config or {})}
     optimizer = offstage.offload(inner, model, **settings)
-    run = Run(model, optimizer)
+    run = Run(optimizer=optimizer)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     generator = torch.Generator().manual_seed(1)
     for step in range(steps):
@@ -124,32 +87,10 @@ def train(
             run.norms.append(nn.utils.clip_grad_norm_(everything, max_norm))
         elif max_norm is not None:
             run.norms.append(optimizer.clip_grad_norm_(max_norm))
-        _look(run, before_step=True)
+        look(run, [optimizer], before_step=True)
         optimizer.step()
-        _look(run, before_step=False)
+        look(run, [optimizer], before_step=False)
         scheduler.step()
         optimizer.zero_grad()
-    optimizer.synchronize()
-    _keep(run)
+    keep(run, model, [optimizer])
     return run
-
-
-def _look(run: Run, *, before_step: bool) -> None:
-    """Count what is under way outside `step()`, from the engine's own books."""
-    for engine in run.optimizer._engines.values():
-        if not before_step:
-            run.updates_left_to_forward += len(engine.pending)
-            continue
-        run.chunks_fetched_in_backward += len(engine._pipeline.staged)
-        if engine._round is not None:
-            run.chunks_updated_in_backward += len(engine._round.done)
-
-
-def _keep(run: Run) -> None:
-    run.state = {
-        (index, name): torch.as_tensor(value).clone()
-        for index, values in run.optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
-    run.weights = [p.detach().clone() for p in run.model.parameters()]
-    run.receipt = run.optimizer.receipt()

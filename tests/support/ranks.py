@@ -99,7 +99,7 @@ class Ranks:
         __tracebackhide__ = True
         try:
             outcomes = self._ask(_Task(num_ranks, pickle.dumps((function, args, kwargs)), timeout))
-        except BaseException:  # Ctrl-C too: nobody knows what is in the pipe
+        except BaseException:  # Ctrl-C too: what is in the pipe is not known
             self.close()
             raise
         if any(outcome.kind != "done" for outcome in outcomes):
@@ -335,7 +335,7 @@ def _outcome_of(rank: int, task: _Task, work: Any, door: socket.socket) -> _Outc
 
 @contextlib.contextmanager
 def _process_group(rank: int, task: _Task, door: socket.socket) -> Iterator[None]:
-    """The default group, over a store that listens at `door`. The process ends with it, so nobody destroys it."""
+    """The default group, over a store that listens at `door`. It ends with the process."""
     port = door.getsockname()[1]
     os.environ.update(
         RANK=str(rank),

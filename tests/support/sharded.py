@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -21,9 +22,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import offstage
-from tests.support.training import same_bits
+from tests.support.runs import Run, differences, local, look
+from tests.support.runs import keep as take_down
+from tests.support.training import Block as AnyBlock
+from tests.support.training import groups_of, lazily
 
 WIDTH = 28
 VOCABULARY = 67
@@ -102,7 +107,7 @@ class Experts(nn.Module):
         everyone = _Gather.apply(x, group)
         chosen = tokens % EXPERTS
         result = torch.zeros_like(everyone)
-        for number, (up, down) in enumerate(zip(_local(self.up), _local(self.down), strict=True), start=first):
+        for number, (up, down) in enumerate(zip(local(self.up), local(self.down), strict=True), start=first):
             result = result + torch.tanh(everyone * (chosen == number).unsqueeze(1) @ up) @ down
         return x + _Scatter.apply(result, group)
 
@@ -154,24 +159,16 @@ class Mixture(nn.Module):
         return self.head(lines * self.scale.mean().to(lines.dtype)).unflatten(0, tokens.shape)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+Block = functools.partial(AnyBlock, WIDTH, 4)
 
 
 class Plain(nn.Module):
     """Nothing special: what tensor parallelism can cut."""
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 3, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -179,6 +176,57 @@ class Plain(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Stage(nn.Module):
+    """One of several of a pipeline: the first has the embedding, the last the output. Some checkpoint their blocks."""
+
+    def __init__(self, number: int, of: int, blocks: int = 2, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCABULARY) if number == of - 1 else None
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.embedding is None else self.embedding(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x if self.head is None else self.head(x)
+
+
+SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B, "Interleaved1F1B": ScheduleInterleaved1F1B}
+MICRO_BATCHES = 4
+
+
+def loss_of(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+
+
+class Pipeline:
+    """This rank's stages under a schedule; every rank sees the same tokens."""
+
+    def __init__(self, schedule: str, **options: Any) -> None:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        self._total = 2 * ranks if schedule == "Interleaved1F1B" else ranks
+        self._numbers = range(rank, self._total, ranks)
+        torch.manual_seed(rank)
+        self.modules = nn.ModuleList(Stage(number, self._total, **options) for number in self._numbers)
+        self._schedule_name, self._schedule = schedule, None
+        self._generator = torch.Generator().manual_seed(1)
+
+    def run(self) -> None:
+        """Forward and backward of a batch."""
+        if self._schedule is None:
+            stages = [
+                PipelineStage(module, number, self._total, torch.device("cpu"))
+                for module, number in zip(self.modules, self._numbers, strict=True)
+            ]
+            given = stages if len(stages) > 1 else stages[0]
+            self._schedule = SCHEDULES[self._schedule_name](given, MICRO_BATCHES, loss_fn=loss_of)
+        tokens, targets = torch.randint(VOCABULARY, (2, 2 * MICRO_BATCHES, 6), generator=self._generator)
+        given = [tokens] if 0 in self._numbers else []
+        self._schedule.step(*given, target=targets if self._total - 1 in self._numbers else None)
 
 
 # Ways to shard
@@ -208,8 +256,7 @@ def mixture(
 
 def fsdp2(*, dtype: torch.dtype = torch.float32, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     torch.manual_seed(0)
-    model, mesh = Plain().to(dtype), init_device_mesh("cpu", (dist.get_world_size(),))
-    return _fully_sharded(model, mesh, policy)
+    return fully_sharded(Plain().to(dtype), init_device_mesh("cpu", (dist.get_world_size(),)), policy)
 
 
 def tensor_parallel(*, sequence: bool = False, fsdp: bool = True) -> nn.Module:
@@ -225,10 +272,10 @@ def tensor_parallel(*, sequence: bool = False, fsdp: bool = True) -> nn.Module:
         if sequence:
             plan["norm"] = SequenceParallel()
         parallelize_module(block, mesh["tp"], plan)
-    return _fully_sharded(model, mesh["dp"], None) if fsdp else model
+    return fully_sharded(model, mesh["dp"]) if fsdp else model
 
 
-def _fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None) -> nn.Module:
+def fully_sharded(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
     return fully_shard(model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
@@ -247,20 +294,6 @@ MAX_NORM = 1.0
 """Losses of most steps are a thousandth of the others', so that gradients are clipped in some steps only."""
 
 
-@dataclass
-class Run:
-    """What a run left on this rank, and how much of it happened outside `step()`."""
-
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    state: dict[tuple[int, int, str], torch.Tensor] = field(default_factory=dict)
-    norms: list[torch.Tensor] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    receipt: Any = None
-    updated_in_backward: int = 0
-    fetched_in_backward: int = 0
-    left_to_forward: int = 0
-
-
 def train(
     make: Callable[[], nn.Module],
     config: dict[str, Any] | None,
@@ -273,11 +306,8 @@ def train(
 ) -> Run:
     """`steps` clipped steps. `config=None`: plain torch. Ranks for which `data` is the same see the same tokens."""
     model = make()
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
     # Lists of DTensors on several meshes are more than torch's foreach takes.
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1, foreach=False)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=3e-3, weight_decay=0.1, foreach=False)
     called = wrap(model)
     if config is not None:
         optimizer = offstage.offload(optimizer, called, **{"min_bytes": 0, **config})
@@ -308,7 +338,7 @@ def train(
 
 @contextlib.contextmanager
 def _accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, more: bool) -> Any:
-    """All micro-batches but the last: no update, and nobody need reduce yet."""
+    """All micro-batches but the last: no update, and gradients need not be reduced yet."""
     with contextlib.ExitStack() as stack:
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(not more)
@@ -330,11 +360,11 @@ def clip_whole(params: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
             gradients.append(param.grad)
     squares = torch.zeros((), dtype=torch.float64)
     for gradient in gradients:
-        squares += _local(gradient).double().square().sum() / _copies(gradient)
+        squares += local(gradient).double().square().sum() / _copies(gradient)
     dist.all_reduce(squares)
     norm = squares.sqrt().float()
     for gradient in gradients:
-        _local(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        local(gradient).mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -347,54 +377,15 @@ def _copies(tensor: torch.Tensor) -> int:
     return dist.get_world_size() // parts
 
 
-def look(run: Run, optimizers: Sequence[torch.optim.Optimizer], *, before_step: bool) -> None:
-    """Count what is under way outside `step()`, from the engines' own books."""
-    for engine in [engine for optimizer in _offloaded(optimizers) for engine in optimizer.engines]:
-        if not before_step:
-            run.left_to_forward += len(engine.pending)
-            continue
-        run.fetched_in_backward += len(engine._pipeline.staged) if engine._pipeline is not None else 0
-        run.updated_in_backward += len(engine._round.done) if engine._round is not None else 0
-
-
 def keep(run: Run, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Take down what the run has come to, and end it."""
-    for optimizer in _offloaded(optimizers):
-        optimizer.synchronize()
-        run.receipt = optimizer.receipt()
-    run.weights = {name: _local(param.detach()).clone() for name, param in model.named_parameters()}
-    run.state = {
-        (number, index, name): _local(torch.as_tensor(value)).clone()
-        for number, optimizer in enumerate(optimizers)
-        for index, values in optimizer.state_dict()["state"].items()
-        for name, value in values.items()
-    }
-    for optimizer in _offloaded(optimizers):
-        optimizer.close()
-
-
-def _offloaded(optimizers: Sequence[torch.optim.Optimizer]) -> list[offstage.OffloadedOptimizer]:
-    return [optimizer for optimizer in optimizers if isinstance(optimizer, offstage.OffloadedOptimizer)]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    take_down(run, model, optimizers)
+    for optimizer in optimizers:
+        if isinstance(optimizer, offstage.OffloadedOptimizer):
+            optimizer.close()
 
 
 # Comparison
-
-
-def differences(expected: Run, found: Run) -> list[str]:
-    """What of two runs on this rank is not equal bit for bit: weights, state, norms."""
-    named = [
-        f"weight {name}" for name in expected.weights if not same_bits(expected.weights[name], found.weights[name])
-    ]
-    if expected.state.keys() != found.state.keys():
-        named.append(f"state keys {expected.state.keys() ^ found.state.keys()}")
-    both = expected.state.keys() & found.state.keys()
-    named += [f"state {key}" for key in both if not same_bits(expected.state[key], found.state[key])]
-    norms = zip(expected.norms, found.norms, strict=True)
-    return named + [f"norm of step {step}" for step, (a, b) in enumerate(norms) if not same_bits(a, b)]
 
 
 def far(expected: Run, found: Run) -> list[str]:
@@ -406,3 +397,22 @@ def far(expected: Run, found: Run) -> list[str]:
             named.append(f"weight {name} by {(found.weights[name] - weight).abs().max()}")
     norms = zip(expected.norms, found.norms, strict=True)
     return named + [f"norm {step}: {a} {b}" for step, (a, b) in enumerate(norms) if not torch.allclose(a, b, **close)]
+
+
+def compared(
+    train_one: Callable[[dict[str, Any] | None], Run],
+    plans: dict[str, dict[str, Any]],
+    *,
+    base: dict[str, Any] | None = None,
+    against_torch: bool = True,
+    lazy_seed: int | None = None,
+) -> dict[str, Any]:
+    """What differs between each plan and `fraction=0`, from plain torch, and the runs without their tensors."""
+    expected = train_one({"fraction": 0.0, **(base or {})})
+    found: dict[str, Any] = {"torch": (far(train_one(None), expected), None)} if against_torch else {}
+    for name, plan in plans.items():
+        with lazily(lazy_seed):
+            run = train_one({**(base or {}), **plan})
+        found[name] = differences(expected, run), run
+        run.weights, run.state = {}, {}
+    return found

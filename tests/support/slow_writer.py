@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SlowWriter`: holds the writer of a checkpoint back, so that training gets ahead of it. For tests."""
 
+import contextlib
 import threading
+from unittest import mock
 
 from offstage.checkpoint import writer
 
@@ -10,7 +12,7 @@ LONGEST_S = 60.0
 
 
 class SlowWriter:
-    """Stops a save before every tensor until somebody lets it go on."""
+    """Stops a save before every tensor until it is let go on."""
 
     def __init__(self):
         self.reached = threading.Event()
@@ -21,7 +23,7 @@ class SlowWriter:
     def blocks(self, entry):
         self.reached.set()
         with self._changed:
-            assert self._changed.wait_for(lambda: self._permits > 0, LONGEST_S), "nobody has let the writer go on"
+            assert self._changed.wait_for(lambda: self._permits > 0, LONGEST_S), "the writer was not let go on"
             self._permits -= 1
         yield from self.real(entry)
 
@@ -32,3 +34,18 @@ class SlowWriter:
 
     def open(self):
         self.let(float("inf"))
+
+    def finish(self, saving):
+        self.open()
+        saving.result(LONGEST_S)
+
+
+@contextlib.contextmanager
+def held_back():
+    """Nothing is written until it may begin: by then every chunk can have been overwritten."""
+    slow = SlowWriter()
+    with mock.patch.object(writer, "_blocks", slow.blocks):
+        try:
+            yield slow
+        finally:
+            slow.open()  # whatever has failed: the writer ends

@@ -10,7 +10,9 @@ promised and given to its stream by the thread that ends them. What streams do l
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -82,3 +84,15 @@ class ThreadedLanes(AcceleratorLanes):
 def with_threads() -> contextlib.AbstractContextManager[None]:
     """Within the context, optimizers are built on threaded lanes."""
     return use_lanes(ThreadedLanes)
+
+
+def host_threads() -> set[threading.Thread]:
+    """Those that update on the host now."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("offstage-host")}
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < end:
+        time.sleep(0.005)
+    return met

@@ -13,8 +13,11 @@ from torch import nn
 import offstage
 from offstage.lanes.lanes import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes, WaitLog
+from tests.support.threaded_lanes import with_threads
 
 WIDTH = 48
+THREADED = "threaded"
+"""For `lazily`: lanes whose updates on the host run in real threads."""
 
 
 class Model(nn.Module):
@@ -37,14 +40,28 @@ class Model(nn.Module):
         return self.narrow(torch.relu(self.wide(x))) * self.scale + self.empty.sum()
 
 
+class Block(nn.Module):
+    def __init__(self, width: int, times: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, times * width)
+        self.down = nn.Linear(times * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 1e-3}]
 
 
-def lazily(seed: int, waits: WaitLog | None = None) -> contextlib.AbstractContextManager[None]:
-    return use_lanes(lambda device: LazyLanes(device, seed=seed, waits=waits))
+def lazily(kind: int | str | None, waits: WaitLog | None = None) -> contextlib.AbstractContextManager[None]:
+    """A number: lazy lanes with that seed. `THREADED`: real threads. `None`: work runs at once."""
+    if kind is None:
+        return contextlib.nullcontext()
+    return with_threads() if kind == THREADED else use_lanes(lambda device: LazyLanes(device, seed=kind, waits=waits))
 
 
 def train(

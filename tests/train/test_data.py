@@ -194,7 +194,7 @@ def test_full_disk(tmp_path):
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
     folder = write(tmp_path / "data", a=b"a" * 10, b=b"b" * 10)
 
-    def refuse(path, mode="r"):  # whoever runs the tests may be allowed to read everything
+    def refuse(path, mode="r"):  # the user of the tests may be allowed to read everything
         if Path(path).name == "b":
             raise PermissionError(13, "Permission denied")
         return open(path, mode)

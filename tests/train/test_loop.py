@@ -19,6 +19,7 @@ from offstage.train.data import Batches, Corpus
 from offstage.train.loop import NotFiniteError
 from offstage.train.model import build as build_model
 from tests.support import stand_in
+from tests.support.lives import end_step
 from tests.support.ranks import RankError
 from tests.support.trainer import PLANS, differences, losses_of, rows_of, tensors_of, train, train_there, values_of
 
@@ -101,8 +102,7 @@ def plainly_trained(config, corpus):
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(params, settings.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         losses.append(loss.item())
         if step == EARLY:
             weights = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -381,7 +381,7 @@ def test_skips_in_a_row_are_counted_over_a_resume(monkeypatch, tmp_path):
 
 
 def test_gradients_used_up_in_backward(monkeypatch, tmp_path):
-    """Nobody can look at them first without clipping: the run stops, and what is saved is from before."""
+    """Without clipping no code looks at them first: the run stops, and what is saved is from before."""
     spoil = {"steps": 12, "save_every": 2}
     original = passes.Whole.gradients
     count = [0]

@@ -199,7 +199,7 @@ def test_rich():
 
 
 def test_warnings_do_not_tear_the_bar(monkeypatch):
-    """They are said, a line each, unless somebody has configured logging."""
+    """They are said, a line each, unless logging is configured."""
     logger = logging.getLogger("offstage")
     monkeypatch.setattr(logger, "propagate", False)
     stream = io.StringIO()

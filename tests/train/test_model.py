@@ -32,6 +32,7 @@ from offstage.train.model import (
     stages,
 )
 from tests.support import stand_in
+from tests.support.lives import end_step
 
 DENSE = ModelConfig(layers=3, width=32, heads=4, kv_heads=2, hidden=48, vocabulary=64)
 EXPERTS = dataclasses.replace(DENSE, experts=5, experts_per_token=2)
@@ -344,7 +345,7 @@ def test_first_weights(config):
 
 def test_first_weights_depend_on_the_seed_and_the_name_only():
     one = dict(Transformer(DENSE).named_parameters())
-    torch.randn(3)  # whoever else draws does not matter
+    torch.randn(3)  # other draws do not matter
     again = Transformer(DENSE)
     again.embedding = None  # nor does what is not there
     again.reset_parameters(0)
@@ -468,9 +469,7 @@ def trained(config, plan, monkeypatch):
     optimizer = offstage.offload(torch.optim.AdamW(model.parameters(), lr=1e-2), model, **plan)
     for step in range(5):
         model.loss(*sample(seed=step)).backward()
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer, 0.5)
     optimizer.synchronize()
     return dict(model.named_parameters()), optimizer.receipt()
 

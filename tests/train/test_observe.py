@@ -24,7 +24,9 @@ from offstage.optimizer.optimizer import OffloadedOptimizer
 from offstage.train.memory_by_owner import OWNERS, MemoryByOwner
 from offstage.train.observe import Observer
 from offstage.train.timeline import DeviceTrace, busy_ms, link_use, merged, spans_of
-from tests.support.training import same_bits, weights
+from tests.support.contract import assert_same_weights
+from tests.support.lives import end_step
+from tests.support.training import same_bits
 
 CPU = torch.device("cpu")
 WIDTH, LAYERS, BATCH, TOKENS = 32, 3, 4, 16
@@ -90,12 +92,15 @@ class Training:
         mark("backward")
         loss.backward()
         mark("step")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        end_step(self.optimizer)
 
-    def observed(self, steps: int = 3) -> tuple[Observer, dict[str, Any]]:
+    def iterate_times(self, steps: int) -> Training:
         for _ in range(steps):
             self.iterate()
+        return self
+
+    def observed(self, steps: int = 3) -> tuple[Observer, dict[str, Any]]:
+        self.iterate_times(steps)
         with Observer(self.model, self.optimizer, CPU, step=steps + 1) as observer:
             self.iterate(observer.mark)
         return observer, observer.observed()
@@ -113,14 +118,12 @@ def at(observed: dict[str, Any], where: str, owner: str) -> int:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_an_observed_iteration_computes_the_same_bits(config):
     plain, looked_at = Training(config), Training(config)
-    for _ in range(6):
-        plain.iterate()
+    plain.iterate_times(6)
     looked_at.observed()
-    for _ in range(2):
-        looked_at.iterate()
+    looked_at.iterate_times(2)
     for training in (plain, looked_at):
         training.optimizer.synchronize()
-    assert all(same_bits(a, b) for a, b in zip(weights(plain.model), weights(looked_at.model), strict=True))
+    assert_same_weights(plain.model, looked_at.model)
 
 
 # Memory
@@ -185,8 +188,7 @@ def _sharded(observing_rank: int) -> tuple[dict[str, Any] | None, list[torch.Ten
     if dist.get_rank() == observing_rank:
         _, seen = training.observed()
     else:
-        for _ in range(4):
-            training.iterate()
+        training.iterate_times(4)
     layer = sum(param.numel() * param.itemsize for param in training.model.blocks[0].parameters())
     return seen, [param.full_tensor().detach() for param in training.model.parameters()], layer
 
@@ -257,9 +259,7 @@ def test_phases_follow_each_other_to_the_end():
 
 
 def test_an_observer_that_is_kept_open_ends_with_the_next_forward():
-    training = Training({"overlap_forward": True})
-    for _ in range(3):
-        training.iterate()
+    training = Training({"overlap_forward": True}).iterate_times(3)
     observer = Observer(training.model, training.optimizer, CPU).__enter__()
     training.iterate(observer.mark)
     training.iterate(observer.mark)
@@ -272,9 +272,7 @@ def test_an_observer_that_is_kept_open_ends_with_the_next_forward():
 
 
 def test_an_iteration_without_marks_is_seen_too():
-    training = Training()
-    for _ in range(3):
-        training.iterate()
+    training = Training().iterate_times(3)
     with Observer(training.model, training.optimizer, CPU) as observer:
         training.iterate()
     observed = observer.observed()
@@ -321,9 +319,7 @@ def test_an_iteration_that_fails_leaves_nothing_behind():
 
 
 def test_a_failure_in_looking_is_told_and_training_goes_on(monkeypatch, caplog):
-    plain, training = Training(), Training()
-    for _ in range(4):
-        plain.iterate()
+    plain, training = Training().iterate_times(4), Training()
     calls = []
 
     def fails(self: MemoryByOwner) -> dict[str, dict[int, int]]:
@@ -335,7 +331,7 @@ def test_a_failure_in_looking_is_told_and_training_goes_on(monkeypatch, caplog):
     monkeypatch.setattr(MemoryByOwner, "owned", fails)
     with caplog.at_level(logging.WARNING, "offstage"):
         _, observed = training.observed()
-    assert all(same_bits(a, b) for a, b in zip(weights(plain.model), weights(training.model), strict=True))
+    assert_same_weights(plain.model, training.model)
     assert len(observed["memory"]["where"]) == 3
     assert [note for note in observed["notes"] if "the driver is gone" in note]
     assert len([record for record in caplog.records if "the driver is gone" in record.getMessage()]) == 1
@@ -357,9 +353,7 @@ def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, caplog):
 
 
 def test_a_clock_that_fails_ends_no_run(monkeypatch, tmp_path):
-    plain, training = Training(), Training()
-    for _ in range(4):
-        plain.iterate()
+    plain, training = Training().iterate_times(4), Training()
 
     def fails(self: object) -> float:
         raise RuntimeError("no events here")
@@ -369,7 +363,7 @@ def test_a_clock_that_fails_ends_no_run(monkeypatch, tmp_path):
     assert any("no events here" in note for note in observed["notes"])
     observer.save(tmp_path / "observed.json")
     assert_nothing_left(training)
-    assert all(same_bits(a, b) for a, b in zip(weights(plain.model), weights(training.model), strict=True))
+    assert_same_weights(plain.model, training.model)
 
 
 def test_saving_before_the_end_is_refused(tmp_path):
@@ -386,14 +380,13 @@ def test_layers_compiled_in_place_are_looked_at_and_given_back():
         for block in training_.model.blocks:
             block.compile(backend="eager")
     calls = [block._compiled_call_impl for block in training.model.blocks]
-    for _ in range(4):
-        plain.iterate()
+    plain.iterate_times(4)
     _, observed = training.observed()
     assert [block._compiled_call_impl for block in training.model.blocks] == calls
     assert "layer 1 backward" in observed["memory"]["where"]
     assert "activations" not in observed["memory"]["bytes"]
     assert any("compiled" in note for note in observed["notes"])
-    assert all(same_bits(a, b) for a, b in zip(weights(plain.model), weights(training.model), strict=True))
+    assert_same_weights(plain.model, training.model)
 
 
 def test_a_model_compiled_as_a_whole_is_looked_at_from_outside():
@@ -502,9 +495,7 @@ def test_the_observer_says_what_is_missing_without_a_profiler(monkeypatch, caplo
     """The way of an accelerator, as far as it can be walked without one: a profiler that fails is told, not raised."""
     import offstage.train.observe as module
 
-    training = Training()
-    for _ in range(3):
-        training.iterate()
+    training = Training().iterate_times(3)
     observer = Observer(training.model, training.optimizer, CPU)
     observer._on_host, observer._allocations = False, None
 
@@ -522,4 +513,4 @@ def test_the_observer_says_what_is_missing_without_a_profiler(monkeypatch, caplo
     assert any("CUPTI is in use" in note for note in observed["notes"])
     assert any("CUPTI is in use" in record.getMessage() for record in caplog.records)
     sums = [sum(sizes) for sizes in zip(*observed["memory"]["bytes"].values(), strict=True)]
-    assert set(sums) == {10**6}  # all that the allocator has given out belongs to someone
+    assert set(sums) == {10**6}  # all that the allocator has given out has an owner

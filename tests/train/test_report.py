@@ -35,6 +35,7 @@ from offstage.train.report.chart import (
 )
 from offstage.train.report.recorded import Recorded, counting
 from offstage.train.report.style import DARK, LIGHT
+from tests.support.lives import end_step
 
 STEPS, OBSERVED = 12, 6
 FILES = ("config.toml", "run.json", "metrics.jsonl", "receipt.json", "observed.json", "samples.txt")
@@ -74,8 +75,7 @@ def train(folder: Path, **config: Any) -> Path:
         loss.backward()
         observer.mark("step")
         norm = optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        end_step(optimizer)
         if step == OBSERVED:
             observer.__exit__(None, None, None)
             observer.save(folder / "observed.json")

@@ -1,55 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random lives with overlap: whatever happens around the iterations, the bits are those of the plain step.
-
-The overlapped one runs on lazy lanes with the happens-before checker; both live through the same events.
-"""
+"""Random lives of optimizers: two of them see the same events, and must come to the same bits."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from tests.support.training import lazily, same_bits
+from tests.support.lives import end_step
+from tests.support.training import same_bits
+
+
+def events_of(life: type, most: int, fewest: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+    return st.lists(st.tuples(st.sampled_from(life.EVENTS), st.integers(0, 255)), min_size=fewest, max_size=most)
+
+
+def assert_same_ends(ours: Any, theirs: Any, events: list[tuple[str, int]]) -> None:
+    for event, number in events:
+        ours.live(event, number)
+        theirs.live(event, number)
+    assert all(same_bits(a, b) for a, b in zip(ours.end(), theirs.end(), strict=True))
+
 
 WIDTH = 36
-EVENTS = (
-    *["iterate"] * 6,
-    "two micro-batches",
-    "checkpointed",
-    "not finite",
-    "by hand",
-    "evaluate",
-    "save and load",
-    "load the model",
-    "write a weight",
-    "write state",
-    "read",
-    "lr",
-    "amsgrad",
-    "freeze",
-    "add a group",
-    "drain",
-    "prefetch",
-    "evict",
-)
-IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt")
-FORMATS = [
+FORMATS = (
     (torch.float32, {}),
-    (torch.float32, {"fraction": 0.5}),
     (torch.bfloat16, {"master_weights": "fp32"}),
     (torch.bfloat16, {"master_weights": "split"}),
     (torch.bfloat16, {"master_weights": "none", "state_dtype": "bfloat16"}),
-]
-CLIPS = [None, (1e4,), (1e-4,), (1e4, 1e-4), (1e4, 1e4, 1e-4, None)]
+)
 
 
-class Model(nn.Module):
+class Steps:
+    """An optimizer and what happens to it. Two lives with the same seed see the same gradients."""
+
+    SHAPES = ((40, 33), (1500,), (3, 7, 11), (1,), (64, 64), (0, 3), (257,))
+    EVENTS = (
+        "step",
+        "step",
+        "step",
+        "read",
+        "save and load",
+        "write a weight",
+        "lr",
+        "add a group",
+        "amsgrad",
+        "drain",
+    )
+    FORMATS = FORMATS
+
+    def __init__(self, seed: int, dtype: torch.dtype, config: dict) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.params = [nn.Parameter(self.draw(shape).to(dtype)) for shape in self.SHAPES]
+        options = {"lr": 3e-3, "weight_decay": 0.1}
+        self.optimizer = offstage.offload(torch.optim.AdamW(self.params, **options), **config)
+
+    def draw(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(shape, generator=self.random)
+
+    def live(self, event: str, number: int) -> None:
+        optimizer, params = self.optimizer, self.params
+        chosen = params[number % len(params)]
+        if event == "step":
+            for i, param in enumerate(params):
+                grad = self.draw(tuple(param.shape)).to(param.dtype)
+                param.grad = grad if (number >> i % 8) & 1 else None
+            end_step(optimizer)
+        elif event == "read":
+            assert set(optimizer.state[chosen]) <= {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_weight"}
+        elif event == "save and load":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif event == "write a weight":
+            chosen.data.copy_(self.draw(tuple(chosen.shape)))
+        elif event == "lr":
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + number % 5)
+        elif event == "add a group" and len(optimizer.param_groups) < 4:
+            params.append(nn.Parameter(self.draw((number % 300 + 1, 9)).to(params[0].dtype)))
+            optimizer.add_param_group({"params": [params[-1]], "lr": 1e-2})
+        elif event == "amsgrad":
+            optimizer.param_groups[0]["amsgrad"] = not optimizer.param_groups[0]["amsgrad"]
+        elif event == "drain":
+            optimizer.synchronize()
+
+    def end(self) -> list[torch.Tensor]:
+        states = self.optimizer.state_dict()["state"]
+        return [p.detach() for p in self.params] + [v for s in states.values() for _, v in sorted(s.items())]
+
+
+class Layers(nn.Module):
     """Layers of which any may be left out or run twice; the first and the last share a weight."""
 
     def __init__(self) -> None:
@@ -65,13 +108,22 @@ class Model(nn.Module):
         return x
 
 
-class Life:
+class Iterations:
     """A model, its optimizer and what happens to them. Lives with the same seed see the same batches."""
+
+    EVENTS = (
+        *["iterate"] * 6, "two micro-batches", "checkpointed", "not finite", "by hand", "evaluate", "save and load",
+        "load the model", "write a weight", "write state", "read", "lr", "amsgrad", "freeze", "add a group", "drain",
+        "prefetch", "evict",
+    )  # fmt: skip
+    IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt")
+    FORMATS = (*FORMATS, (torch.float32, {"fraction": 0.5}))
+    CLIPS = (None, (1e4,), (1e-4,), (1e4, 1e-4), (1e4, 1e4, 1e-4, None))
 
     def __init__(self, seed: int, dtype: torch.dtype, config: dict, clip: tuple | None, in_between: str) -> None:
         self.random = torch.Generator().manual_seed(seed)
         torch.manual_seed(seed)
-        self.model = Model().to(dtype)
+        self.model = Layers().to(dtype)
         options = {"lr": 3e-3, "weight_decay": 0.1}
         inner = torch.optim.AdamW(self.model.parameters(), **options)
         self.optimizer = offstage.offload(inner, self.model, min_bytes=0, chunk_bytes="16KiB", **config)
@@ -94,8 +146,7 @@ class Life:
         if max_norm is not None:
             self.optimizer.clip_grad_norm_(max_norm)
         self.move(self.in_between)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        end_step(self.optimizer)
 
     def move(self, what: str) -> None:
         """Things that may be done at any time and change nothing."""
@@ -125,9 +176,7 @@ class Life:
             self.finish_iteration()
         elif event == "not finite" and self.clip is not None:
             (self.loss(number) * float("nan")).backward()
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            end_step(optimizer, 1.0)
         elif event == "by hand":
             for i, param in enumerate(params):
                 param.grad = self.draw(*param.shape) if (number >> i % 8) & 1 else None
@@ -168,31 +217,3 @@ class Life:
         return [p.detach() for p in self.model.parameters()] + [
             v for s in states.values() for _, v in sorted(s.items())
         ]
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 255)), min_size=4, max_size=18),
-    st.sampled_from(FORMATS),
-    st.sampled_from([0, "16KiB", "48KiB", "all"]),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from(CLIPS),
-    st.sampled_from(IN_BETWEEN),
-    st.integers(1, 3),
-    st.integers(0, 1000),
-)
-@settings(deadline=None, max_examples=150)
-def test_overlapped_and_plain_lives_are_the_same(
-    events, kind, window, overlap_forward, update_in_backward, clip, in_between, slots, seed
-):
-    dtype, config = kind
-    overlap = {"window": window, "overlap_forward": overlap_forward, "update_in_backward": update_in_backward}
-    with lazily(seed):
-        overlapped = Life(seed, dtype, {**config, **overlap, "slots": slots}, clip, in_between)
-    plain = Life(seed, dtype, config, clip, "nothing")
-    for event, number in events:
-        overlapped.live(event, number)
-        plain.live(event, number)
-    ends = overlapped.end(), plain.end()
-    assert len(ends[0]) == len(ends[1])
-    assert all(same_bits(a, b) for a, b in zip(*ends, strict=True))
