@@ -27,8 +27,7 @@ from benchmarks import harness
 from benchmarks.common import DEVICE, ON_GPU, Row, now, synchronize
 from benchmarks.harness import Case
 from offstage.lanes.accelerator import AcceleratorLanes
-from offstage.lanes.lanes import copy_work
-from offstage.lanes.lanes import Lane, run_all
+from offstage.lanes.lanes import Lane, copy_work, run_all
 from offstage.memory.arena import Arena
 
 COPY_BYTES = {"full": 27_000_000, "small": 2**20}  # about what a moment of a 64 MiB chunk has

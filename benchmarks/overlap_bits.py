@@ -29,6 +29,7 @@ from benchmarks.harness import Case
 from offstage.lanes.lanes import Lane, Lanes
 from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.checked import CheckedLanes
+from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 
 STEPS = 30
@@ -137,7 +138,7 @@ def offloaded(model: nn.Module, size: Size, config: Mapping[str, Any]) -> offsta
 def update_all_early(optimizer: offstage.OffloadedOptimizer) -> None:
     """A backward this short, or a delayed lane, would let the optimizer leave all updates to `step()`: no link is known
     that would be too slow."""
-    for engine in optimizer.engines:
+    for engine in runtime_of(optimizer).engines:
         engine.link_gb_per_s = 0.0
 
 
@@ -218,7 +219,7 @@ def batches(size: Size, device: str, steps: int) -> list[tuple[torch.Tensor, tor
 
 
 def _fetched(optimizer: offstage.OffloadedOptimizer) -> int:
-    return sum(engine.moved_bytes[0] for engine in optimizer.engines)
+    return sum(engine.moved_bytes[0] for engine in runtime_of(optimizer).engines)
 
 
 def _delay(delayed: bool) -> None:

@@ -30,8 +30,8 @@ from benchmarks.common import Row, clean_up, milliseconds, peak_bytes, reset_pea
 from benchmarks.harness import Case
 from benchmarks.workload import IN_BACKWARD, IN_STEP, MAX_NORM, OVERLAP_FORWARD, SIZES, Training, build, config_for
 from offstage.config import OffloadConfig, parse_size
-from offstage.planning.sizes import ParamSize
 from offstage.planning.planner import choose_host_fraction
+from offstage.planning.sizes import ParamSize
 
 FULL_PARAMS = 2_702_000_000
 WARM_UP, LEARNING_WARM_UP = 3, 4  # update_in_backward learns in its first iterations, and a window opens

@@ -17,7 +17,8 @@ from offstage.activations import device as activation_device
 from offstage.activations.offload import offload_activations
 from offstage.activations.plan import Choice
 from offstage.errors import ConfigError, HostMemoryError
-from offstage.lanes.lanes import ImmediateLanes, use_lanes
+from offstage.lanes.lanes import ImmediateLanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
 from tests.activations.test_offload import (
     WIDTH,

@@ -23,7 +23,7 @@ from offstage.activations import host_weight
 from offstage.activations.offload import offload_activations
 from offstage.config import format_size
 from offstage.errors import ConfigError, HostMemoryError, OffstageError
-from offstage.lanes.lanes import use_lanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes, WaitLog
 from tests.activations.test_offload import (
     WIDTH,

@@ -41,6 +41,7 @@ from offstage.config import format_size, parse_size
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError, ConfigError, HostMemoryError, OffstageError, StepLostError
 from offstage.memory.arena import Arena
+from offstage.optimizer.optimizer import runtime_of
 from offstage.rules import adamw
 from tests.support.contract import CLASSES, SMALL, assert_same_tree, one_process_group, unchanged
 from tests.support.contract import adamw as adamw_of
@@ -211,7 +212,7 @@ def test_masters_halfway_between_two_weights(tmp_path):
     optimizer.state[weight]["master_weight"] = bits.view(torch.float32)
     with torch.no_grad():
         weight.copy_(bits.view(torch.float32))
-    assert bool((optimizer.held(weight).raw("exp_avg_sq").signbit()).any())
+    assert bool((runtime_of(optimizer).state_of(weight).raw("exp_avg_sq").signbit()).any())
     at_save = everything(model, optimizer)
     save_both(tmp_path, model, optimizer)
     train(model, optimizer, range(2, 4))
@@ -319,7 +320,7 @@ def test_a_load_mends_a_lost_step(tmp_path):
     model, optimizer = built_after(2, PLANS["streamed"])
     checkpoint.save(tmp_path / "saved", model, optimizer)
     at_save = everything(model, optimizer)
-    optimizer.lose("A test has lost this step.")
+    runtime_of(optimizer).lose("A test has lost this step.")
     for action in (checkpoint.save, checkpoint.async_save):
         with pytest.raises(StepLostError):
             action(tmp_path / "lost", model, optimizer)
@@ -437,8 +438,8 @@ def slow():
 
 def state_bytes(optimizer):
     """Arenas, and what is resident."""
-    host = {held.host for held in optimizer.all_held() if held.host is not None}
-    resident = sum(tensor.nbytes for held in optimizer.all_held() for tensor in held.resident.values())
+    host = {held.home for held in runtime_of(optimizer).all_states() if held.home is not None}
+    resident = sum(tensor.nbytes for held in runtime_of(optimizer).all_states() for tensor in held.resident.values())
     return sum(arena.nbytes for one in host for arena in one.arenas.values()) + resident
 
 
@@ -456,7 +457,7 @@ def test_training_goes_on_while_it_is_saved(setting, kind, slow, tmp_path):
     clip = clip_of(setting)
     share = 3 * ((list(SETTINGS).index(setting) + KINDS.index(kind)) % 2)
     model, optimizer = deep_after(3, SETTINGS[setting], kind, clip=clip)
-    hits = optimizer.speculation.hits
+    hits = runtime_of(optimizer).speculation.hits
     saving = checkpoint.async_save(tmp_path / "saved", model, optimizer)
     iterate(model, optimizer, range(3, 8), clip, between=lambda: slow.let(share))
     assert not saving.done()
@@ -468,8 +469,8 @@ def test_training_goes_on_while_it_is_saved(setting, kind, slow, tmp_path):
     assert_same_tree(everything(model, optimizer), plainly(clip, 9))
     assert 0 < saving.extra_bytes <= state_bytes(optimizer) + weight_bytes(model) + 16 * 1024
     if clip is not None:  # the spare arenas were the state, and were overwritten
-        assert optimizer.speculation.hits > hits
-        assert optimizer.speculation.misses
+        assert runtime_of(optimizer).speculation.hits > hits
+        assert runtime_of(optimizer).speculation.misses
 
 
 @pytest.mark.parametrize("kind", [0, THREADED])
@@ -501,8 +502,8 @@ def test_a_read_that_is_overtaken_is_read_again(kind):
         model, optimizer = deep(MASTERS)
     iterate(model, optimizer, range(1))
     optimizer.synchronize()
-    (snapshot,) = optimizer.take_snapshots().values()
-    (engine,) = optimizer.engines
+    (snapshot,) = runtime_of(optimizer).take_snapshots().values()
+    (engine,) = runtime_of(optimizer).engines
     chunk = snapshot.layout.chunks[0]
     start, stop = chunk.ranges["exp_avg"]
     arena = snapshot.arenas["exp_avg"].flat
@@ -814,7 +815,7 @@ HUNGRY = {
 
 
 def host_bytes(optimizer):
-    return sum(engine.host_bytes for engine in optimizer.engines)
+    return sum(engine.transport.host_bytes for engine in runtime_of(optimizer).engines)
 
 
 @pytest.mark.parametrize("case", HUNGRY)
@@ -885,7 +886,7 @@ def test_a_save_that_is_over_does_not_keep_the_optimizer(fails, request, caplog,
         request.getfixturevalue("full_disk")
     model, optimizer = deep_after(2, MASTERS)
     kept = [weakref.ref(one) for one in (model, optimizer, model[0].weight)]
-    kept += [weakref.ref(arena) for held in optimizer.all_held() for arena in held.host.arenas.values()]
+    kept += [weakref.ref(arena) for held in runtime_of(optimizer).all_states() for arena in held.home.arenas.values()]
     saving = checkpoint.async_save(tmp_path / "saved", model, optimizer)
     with contextlib.suppress(CheckpointError):
         saving.result(LONGEST_S)
@@ -929,7 +930,7 @@ def refused_load(folder, model, optimizer, *fragments, error=CheckpointError, **
     """One clear error, nothing changed, and training goes on."""
     with unchanged(model, optimizer):
         raised = refused(error, lambda: checkpoint.load(folder, model, optimizer, **arguments), *fragments)
-    optimizer.check_not_lost()
+    runtime_of(optimizer).check_not_lost()
     return raised
 
 
@@ -940,7 +941,7 @@ def refused_save(folder, model, optimizer, *fragments, error=CheckpointError, **
         with unchanged(model, optimizer):
             refused(error, functools.partial(action, folder, model, optimizer, **arguments), *fragments)
         assert content_of(folder) == before  # nothing where there was nothing
-    optimizer.check_not_lost()
+    runtime_of(optimizer).check_not_lost()
 
 
 def content_of(folder):
@@ -1220,7 +1221,7 @@ def test_ctrl_c_while_it_is_loaded_comes_after_it(complete):
     with mock.patch.object(Stored, "read", with_ctrl_c), pytest.raises(KeyboardInterrupt):
         checkpoint.load(complete, model, optimizer)
     assert interrupted
-    optimizer.check_not_lost()
+    runtime_of(optimizer).check_not_lost()
     assert_same_tree(everything(model, optimizer), everything(*expected))
 
 
@@ -1738,7 +1739,7 @@ checkpoint.save(folder / "large", model, optimizer)
 loading.master_weights.split = watched
 before = peak = anonymous_bytes()
 checkpoint.load(folder / "large", model, optimizer)
-print(peak - before, sum(held.nbytes for held in optimizer.all_held()))
+print(peak - before, sum(held.nbytes for held in runtime_of(optimizer).all_states()))
 checkpoint.async_save(folder / "last", model, optimizer)
 step(model, optimizer)
 """

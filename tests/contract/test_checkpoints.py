@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import offstage
-from offstage.engine.param_state import HeldState
 from offstage.errors import HostMemoryError
+from offstage.rules.rule import ParamState
 from tests.support.contract import (
     CLASSES,
     MASTERS,
@@ -392,7 +392,7 @@ def test_ctrl_c_during_a_load_waits_for_its_end(monkeypatch):
     model, optimizer = trained(2)
     saved = snapshot(optimizer)
     train(model, optimizer, range(2, 4))
-    load, calls = HeldState.load, []
+    load, calls = ParamState.load, []
 
     def interrupted_load(self, *args):
         calls.append(self)
@@ -400,7 +400,7 @@ def test_ctrl_c_during_a_load_waits_for_its_end(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         load(self, *args)
 
-    monkeypatch.setattr(HeldState, "load", interrupted_load)
+    monkeypatch.setattr(ParamState, "load", interrupted_load)
     with pytest.raises(KeyboardInterrupt):
         optimizer.load_state_dict(saved)
     assert len(calls) == 4

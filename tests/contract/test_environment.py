@@ -23,6 +23,7 @@ from offstage.engine import transport as device_side
 from offstage.engine.engine import Engine
 from offstage.errors import StepLostError
 from offstage.optimizer import places as placing
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.contract import (
     PLANS,
     SMALL,
@@ -62,7 +63,7 @@ def run_python(code):
 
 PREAMBLE = """
 import torch, offstage
-from offstage.lanes.lanes import use_lanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
 made = []
 def lanes(device):
@@ -243,9 +244,9 @@ def test_no_threads_of_its_own():
 def arena_addresses(optimizer):
     return {
         arena.flat.data_ptr()
-        for held in optimizer.all_held()
-        if held.host is not None
-        for arena in held.host.arenas.values()
+        for held in runtime_of(optimizer).all_states()
+        if held.home is not None
+        for arena in held.home.arenas.values()
     }
 
 

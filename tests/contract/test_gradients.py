@@ -197,7 +197,7 @@ def test_a_step_skipped_before_the_first_leaves_no_state():
 
 
 def test_amp_scaling_is_not_announced():
-    """“Support `grad_scale`/`found_inf` or do not announce it”: also not for a class that supports it."""
+    """“Support `grad_scale`/`found_inf` or do not prioritise it”: also not for a class that supports it."""
     _, optimizer = offloaded_model(CLASSES["AdamW fused"])
     assert not getattr(optimizer, "_step_supports_amp_scaling", False)
 

@@ -15,6 +15,7 @@ import offstage
 from offstage.config import Placement
 from offstage.engine import arenas as host_side
 from offstage.engine import transport as device_side
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.contract import (
     CLASSES,
     SMALL,
@@ -242,7 +243,7 @@ def test_dropped_optimizers_give_their_memory_back():
     """“several optimizers … in one process; no globals”: nothing keeps a dropped optimizer or its arenas alive."""
 
     model, optimizer = trained(1)
-    watch = [weakref.ref(optimizer), *(weakref.ref(held.host) for held in optimizer.all_held())]
+    watch = [weakref.ref(optimizer), *(weakref.ref(held.home) for held in runtime_of(optimizer).all_states())]
     del model, optimizer  # no garbage collection: nothing refers to itself in a circle
     assert all(ref() is None for ref in watch)
 

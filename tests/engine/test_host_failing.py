@@ -22,6 +22,7 @@ from torch import nn
 
 import offstage
 from offstage.errors import StepLostError
+from offstage.optimizer.optimizer import runtime_of
 from offstage.planning.plan import HOST_SLOTS
 from tests.support.contract import saved_and_loaded
 from tests.support.lives import CPU, end_step
@@ -104,7 +105,7 @@ def test_failing_again_and_again_loses_no_staging_buffer(kind):
             steps(params, optimizer, range(1, 2))
         optimizer.load_state_dict(saved)
     steps(params, optimizer, range(1, 2))
-    assert len(optimizer._engines[CPU]._trips._slots) == HOST_SLOTS
+    assert len(runtime_of(optimizer).places.engines[CPU]._trips._slots) == HOST_SLOTS
 
 
 def make_model(kind=None, **config):
@@ -185,8 +186,8 @@ def test_what_is_under_way_when_a_step_is_lost_does_not_overwrite_what_is_loaded
     with with_threads():
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
         optimizer = offstage.offload(inner, model, **{**ON_HOST, "threads": 4, "overlap_forward": True})
-    (engine,) = optimizer.engines
-    assert len(engine.host_side.chunks_of[optimizer.held(model[0].weight)]) > 1
+    (engine,) = runtime_of(optimizer).engines
+    assert len(engine.arenas.chunks_of[runtime_of(optimizer).state_of(model[0].weight)]) > 1
     iterate(model, optimizer, range(2))
     weights, slices_of, chunks, others = copy.deepcopy(model.state_dict()), optimizer.rule.slices, [], threading.Event()
 
@@ -217,7 +218,7 @@ def test_a_failure_does_not_hold_up_close(kind):
     _, optimizer, failing, *_ = fail_after_step(kind)
     optimizer.close()
     assert failing.raised == 1
-    assert optimizer._engines[CPU]._trips.nbytes == 0
+    assert runtime_of(optimizer).places.engines[CPU]._trips.nbytes == 0
 
 
 def test_a_failure_in_an_early_chunk_is_found_in_step():
@@ -309,10 +310,10 @@ def test_work_under_way_is_finished_first(how):
     iterate(model, optimizer, range(2, 3))
     ours = host_threads() - before
     assert len(ours) == 4
-    assert any(not promise.is_over for promise in optimizer._engines[CPU].lanes._promises)
+    assert any(not promise.is_over for promise in runtime_of(optimizer).places.engines[CPU].lanes._promises)
     if how == "close":
         optimizer.close()
-        assert optimizer._engines[CPU]._trips.nbytes == 0
+        assert runtime_of(optimizer).places.engines[CPU]._trips.nbytes == 0
     del optimizer
     gc.collect()
     params = [param.detach() for param in model.parameters()]

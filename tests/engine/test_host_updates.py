@@ -23,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import offstage
 from offstage.config import Placement
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import use_lanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
-from offstage.planning.plan import HOST_SLOTS, Placement
+from offstage.optimizer.optimizer import runtime_of
+from offstage.planning.plan import HOST_SLOTS
 from tests.support import overlap as overlap_training
 from tests.support.contract import assert_same_tree, one_process_group, saved_and_loaded
 from tests.support.lives import CPU, end_step
@@ -253,9 +254,9 @@ def test_all_on_the_host_needs_nothing_on_the_device():
     assert set(plan.placements) == {Placement.HOST}
     assert (plan.slots, plan.slot_bytes, plan.window, plan.device_bytes) == (0, 0, 0, 0)
     assert receipt.device_state_bytes == 0
-    assert optimizer._engines[CPU]._pipeline is None
+    assert runtime_of(optimizer).places.engines[CPU]._pipeline is None
     assert used == {"update", "lower", "host", "raise"}  # "update": the rule's coefficients
-    assert all(not held.resident for held in optimizer.all_held())
+    assert all(not held.resident for held in runtime_of(optimizer).all_states())
 
 
 @pytest.mark.parametrize("config", [{"update_on": "auto", "host_fraction": 0.0}, {"update_on": "device"}])
@@ -263,7 +264,7 @@ def test_no_share_is_off(config):
     optimizer, used = lanes_used(**config)
     assert used == {"fetch", "update", "store"}
     assert (optimizer.plan.host_slots, optimizer.plan.host_slot_bytes) == (0, 0)
-    assert optimizer._engines[CPU]._trips is None
+    assert runtime_of(optimizer).places.engines[CPU]._trips is None
     assert optimizer.receipt().host_update_ms is None
     assert "updated on the host" not in repr(optimizer)
     with with_threads():
@@ -277,7 +278,7 @@ def test_no_share_is_off(config):
 def test_off_is_off():
     optimizer, used = lanes_used(**RESIDENT)
     assert used == set()
-    assert optimizer._engines[CPU].lanes is None
+    assert runtime_of(optimizer).places.engines[CPU].lanes is None
 
 
 def test_both_work_at_once():
@@ -551,7 +552,7 @@ def test_a_weight_that_someone_else_wrote_wins(where, form, rule, write, caplog)
 
     with caplog.at_level(logging.WARNING, "offstage"):
         optimizer, got = live(WHERE["host"] if where == "host" else {"update_on": "auto", "host_fraction": 0.5})
-    assert optimizer.all_held()[0].placement is Placement.HOST
+    assert runtime_of(optimizer).all_states()[0].placement is Placement.HOST
     told = [record for record in caplog.records if "written by someone else" in record.getMessage()]
     masters = dtype == torch.bfloat16
     assert optimizer.receipt().weights_written_by_others == (1600 if masters else 0)
@@ -635,10 +636,12 @@ def test_gradients_wider_than_their_weights(kind):
 
     optimizer, got = live({}, kind)
     assert equal(got, live(RESIDENT)[1])
-    trips = optimizer._engines[CPU]._trips
+    trips = runtime_of(optimizer).places.engines[CPU]._trips
     assert len(trips._slots) == HOST_SLOTS
-    assert trips.nbytes > HOST_SLOTS * optimizer._engines[CPU].host_side.staging_bytes
-    assert optimizer.receipt().host_state_bytes == optimizer._engines[CPU].host_side.nbytes + trips.nbytes
+    assert trips.nbytes > HOST_SLOTS * runtime_of(optimizer).places.engines[CPU].arenas.staging_bytes
+    assert (
+        optimizer.receipt().host_state_bytes == runtime_of(optimizer).places.engines[CPU].arenas.nbytes + trips.nbytes
+    )
 
 
 @pytest.mark.parametrize("kind", [None, 0, THREADED])

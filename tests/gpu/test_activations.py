@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import offstage
 from benchmarks.overlap_bits import Checked, delayed_lanes
 from offstage.activations.offload import ActivationOffload, offload_activations
-from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.lanes import Lane
+from offstage.lanes.link import use_lanes
 from tests.support.gates import no_synchronisation
 from tests.support.lives import end_step
 

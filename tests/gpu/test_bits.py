@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks.bits import CASES, Case, DelayedLanes, mismatches
-from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.lanes import Lane
+from offstage.lanes.link import use_lanes
 from offstage.rules.rule import Hyperparameters
 from tests.support.training import same_bits
 

@@ -37,7 +37,8 @@ from benchmarks.overlap_bits import (
 )
 from offstage import checkpoint
 from offstage.errors import CheckpointError, ConfigError
-from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.lanes import Lane
+from offstage.lanes.link import use_lanes
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.tensors import local_of
 from tests.support.gates import DeviceMemory

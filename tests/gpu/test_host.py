@@ -22,9 +22,10 @@ from torch import nn
 import offstage
 from benchmarks.bits import LANES_TO_HOST, ON_HOST, DelayedLanes, mismatches
 from benchmarks.overlap_bits import SETTINGS, SMALL, Checked, Run, batches, build, delayed_lanes, offloaded
+from offstage.config import Placement
 from offstage.errors import OffstageError, StepLostError
-from offstage.lanes.lanes import Lane, use_lanes
-from offstage.planning.plan import Placement
+from offstage.lanes.lanes import Lane
+from offstage.lanes.link import use_lanes
 from tests.support.gates import (
     DEVICE,
     DeviceMemory,
@@ -191,7 +192,7 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 def test_more_chunks_than_a_stream_has_room_for() -> None:
     """Hundreds of chunks on both ways in one step, given while the first updates are late."""
     shapes = ((3000,),) * 700
-    with use_lanes(lambda device: DelayedLanes(device, Lane.RAISE)):
+    with use_lanes(lambda device: DelayedLanes(device, Lane.WEIGHTS_UP)):
         params, optimizer = make({"host_fraction": 0.5, "chunk_bytes": "16KiB"}, shapes=shapes)
     steps(params, optimizer, range(2))
     assert same(result(params, optimizer), after(range(2), shapes=shapes))
@@ -501,7 +502,7 @@ def test_step_returns_before_the_host_has_updated() -> None:
 @pytest.mark.parametrize("step_too", [False, True])
 def test_training_on_another_stream(step_too: bool) -> None:
     config = {**SETTINGS["update_in_backward, overlap_forward"], "master_weights": "split", "host_fraction": 0.5}
-    for lane in (Lane.LOWER, Lane.RAISE):
+    for lane in (Lane.GRADIENTS_DOWN, Lane.WEIGHTS_UP):
         with delayed_lanes(lane):
             run = run_gates(config, where=Elsewhere(step_too=step_too))
         assert_same(run, plain())
@@ -515,7 +516,7 @@ def test_gradients_may_be_freed_and_overwritten_at_once() -> None:
         steps_on_three_streams(params, optimizer, 9)
         return result(params, optimizer)
 
-    with use_lanes(lambda device: DelayedLanes(device, Lane.LOWER)):
+    with use_lanes(lambda device: DelayedLanes(device, Lane.GRADIENTS_DOWN)):
         ours = live({"host_fraction": 0.5})
     assert same(ours, live(WHERE["resident"]))
 

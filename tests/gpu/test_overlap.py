@@ -32,7 +32,8 @@ from benchmarks.overlap_bits import (
 )
 from benchmarks.steady_state import OVERLAP_CASES, overlap_steady_state
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.lanes import Lane
+from offstage.lanes.link import use_lanes
 from tests.support.gates import (
     DEVICE,
     STEPS,

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from offstage.activations.offload import offload_activations
 from offstage.lanes import accelerator as accelerator_lanes
-from offstage.lanes import copies
-from offstage.lanes.copies import copy_work
+from offstage.lanes import lanes as copies
 from offstage.lanes.host_threads import HostThreads
-from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.lanes import Lane, copy_work
+from offstage.lanes.link import use_lanes
 from offstage.lanes.promises import Promise
 from offstage.lanes.testing.checked import CheckedLanes
 from offstage.lanes.testing.lazy import LazyLanes
@@ -144,7 +144,7 @@ def test_copies_alternate_between_two_streams_in_order(written, lane):
         assert comes_before(done, place_of(after, written))
 
 
-@pytest.mark.parametrize("lane", [Lane.UPDATE, Lane.LOWER, Lane.RAISE])
+@pytest.mark.parametrize("lane", [Lane.UPDATE, Lane.GRADIENTS_DOWN, Lane.WEIGHTS_UP])
 def test_other_lanes_have_one_stream(written, lane):
     for number in range(4):
         written.submit(lane, written.work(number), after={})
@@ -212,8 +212,8 @@ def test_what_can_wait_goes_behind_what_was_announced(written):
     """The other copies, and other lanes, do not."""
     state = WrittenLanes()
     urgent = written.submit(Lane.FETCH, written.work("activation"), after={})
-    written.announce(urgent)
-    state.submit(Lane.FETCH, state.work("patient"), after={}, can_wait=True)
+    written.prioritise(urgent)
+    state.submit(Lane.FETCH, state.work("patient"), after={}, low_priority=True)
     state.submit(Lane.STORE, state.work("store"), after={})
     state.submit(Lane.UPDATE, state.work("update"), after={})
     assert urgent in waits_of("patient", state)
@@ -227,39 +227,39 @@ def test_what_can_wait_goes_behind_what_was_announced(written):
 def test_only_the_last_announcement_counts(written):
     marks = [written.submit(Lane.FETCH, written.work(number), after={}) for number in range(3)]
     for mark in marks:
-        written.announce(mark)
+        written.prioritise(mark)
     state = WrittenLanes()
-    state.submit(Lane.FETCH, state.work("patient"), after={}, can_wait=True)
+    state.submit(Lane.FETCH, state.work("patient"), after={}, low_priority=True)
     assert waits_of("patient", state) == [marks[2]]  # which is behind the others
 
 
 def test_nothing_announced_is_nothing_to_wait_for(written):
-    written.submit(Lane.FETCH, written.work("patient"), after={}, can_wait=True)
+    written.submit(Lane.FETCH, written.work("patient"), after={}, low_priority=True)
     assert waits_of("patient", written) == []
 
 
 def test_an_announcement_that_is_still_promised_holds_nobody_up(written):
     """Only what its stream has been given goes first; as soon as it has, it does."""
     promise = Promise()
-    written.announce(promise)
+    written.prioritise(promise)
     state = WrittenLanes()
-    mark = state.submit(Lane.FETCH, state.work("too early"), after={}, can_wait=True)
+    mark = state.submit(Lane.FETCH, state.work("too early"), after={}, low_priority=True)
     assert not isinstance(mark, Promise)
     assert waits_of("too early", state) == []
     event = Stream().record_event()
     promise.keep(event)
-    state.submit(Lane.FETCH, state.work("patient"), after={}, can_wait=True)
+    state.submit(Lane.FETCH, state.work("patient"), after={}, low_priority=True)
     assert event in waits_of("patient", state)
 
 
 def test_an_announcement_that_failed_holds_nobody_up(written):
     """Going first is a matter of time only: work that can wait does not depend on it."""
     broken = Promise()
-    written.announce(broken)
+    written.prioritise(broken)
     state = WrittenLanes()
-    before = state.submit(Lane.FETCH, state.work("before it failed"), after={}, can_wait=True)
+    before = state.submit(Lane.FETCH, state.work("before it failed"), after={}, low_priority=True)
     broken.fail(ZeroDivisionError("a copy of activations"))
-    after = state.submit(Lane.FETCH, state.work("after it failed"), after={}, can_wait=True)
+    after = state.submit(Lane.FETCH, state.work("after it failed"), after={}, low_priority=True)
     for mark in (before, after):
         state.wait(mark, "weights")
     assert [name for name, _ in state.ran] == ["before it failed", "after it failed"]
@@ -270,9 +270,9 @@ def test_lanes_of_tests_take_both():
     for made in (LazyLanes(CPU), CheckedLanes(CPU)):
         ran = []
         mark = made.submit(Lane.FETCH, [functools.partial(ran.append, number) for number in range(3)], after={})
-        made.announce(mark)
-        last = made.submit(Lane.FETCH, lambda ran=ran: ran.append("last"), after={}, can_wait=True)
-        with made.patiently():
+        made.prioritise(mark)
+        last = made.submit(Lane.FETCH, lambda ran=ran: ran.append("last"), after={}, low_priority=True)
+        with made.blocking():
             made.wait(last, "weights")
         assert ran == [0, 1, 2, "last"]
 
@@ -302,7 +302,7 @@ def test_patiently_waits_instead_of_promising(full):
     opener = threading.Timer(0.05, oldest(full).passed.set)
     started = time.perf_counter()
     opener.start()
-    with full.patiently():
+    with full.blocking():
         mark = full.submit(Lane.FETCH, full.work("patient"), after={})
     assert time.perf_counter() - started >= 0.04
     assert not isinstance(mark, Promise)
@@ -323,11 +323,11 @@ def test_without_patience_it_is_promised(full):
 
 def test_patience_ends_with_its_context(full):
     """Also when something is raised in it; and an inner one does not end the outer."""
-    with pytest.raises(ZeroDivisionError), full.patiently():
+    with pytest.raises(ZeroDivisionError), full.blocking():
         raise ZeroDivisionError
     first = oldest(full)
-    with full.patiently():
-        with full.patiently():
+    with full.blocking():
+        with full.blocking():
             pass
         opener = threading.Timer(0.02, first.passed.set)
         opener.start()
@@ -343,7 +343,7 @@ def test_patience_keeps_the_order_behind_what_was_promised(full):
     full.submit(Lane.FETCH, full.work("promised"), after={})
     opener = threading.Timer(0.02, lambda: [event.passed.set() for s in full.streams(Lane.FETCH) for event in s.events])
     opener.start()
-    with full.patiently():
+    with full.blocking():
         mark = full.submit(Lane.FETCH, full.work("patient"), after={})
     full.wait(mark, "weights")
     assert [name for name, _ in full.ran] == [0, 1, 2, "promised", "patient"]
@@ -351,7 +351,7 @@ def test_patience_keeps_the_order_behind_what_was_promised(full):
 
 
 def test_patience_with_room_does_not_wait(written):
-    with written.patiently():
+    with written.blocking():
         mark = written.submit(Lane.FETCH, written.work("at once"), after={})
     assert isinstance(mark, Event)
 

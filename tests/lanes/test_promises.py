@@ -217,10 +217,10 @@ def test_work_without_host_threads_is_given_at_once(lanes):
 
 def test_what_follows_host_threads_is_promised(lanes):
     log, gate = [], Gate()
-    lowered = lanes.submit(Lane.LOWER, noting(log, "lower"), after={})
+    lowered = lanes.submit(Lane.GRADIENTS_DOWN, noting(log, "lower"), after={})
     updated = lanes.submit_on_host([gate, noting(log, "slice")], after={"down": lowered})
-    raised = lanes.submit(Lane.RAISE, noting(log, "raise"), after={"updated": updated})
-    again = lanes.submit(Lane.LOWER, noting(log, "lower again"), after={"free": raised})
+    raised = lanes.submit(Lane.WEIGHTS_UP, noting(log, "raise"), after={"updated": updated})
+    again = lanes.submit(Lane.GRADIENTS_DOWN, noting(log, "lower again"), after={"free": raised})
     host_again = lanes.submit_on_host([noting(log, "slice again")], after={"down": again})
     for mark in (updated, raised, again, host_again):
         assert isinstance(mark, Promise)
@@ -240,7 +240,7 @@ def test_work_behind_a_promise_that_is_over_is_given_at_once(lanes):
     updated = lanes.submit_on_host([lambda: None], after={})
     updated.wait()
     log = []
-    mark = lanes.submit(Lane.RAISE, noting(log, "raise"), after={"updated": updated})
+    mark = lanes.submit(Lane.WEIGHTS_UP, noting(log, "raise"), after={"updated": updated})
     assert log == ["raise"]
     assert not isinstance(mark, Promise)
 
@@ -249,7 +249,7 @@ def test_synchronize_waits_for_all_that_was_promised(lanes):
     log, gates = [], [Gate() for _ in range(3)]
     for number, gate in enumerate(gates):
         updated = lanes.submit_on_host([gate], after={})
-        lanes.submit(Lane.RAISE, noting(log, number), after={"updated": updated})
+        lanes.submit(Lane.WEIGHTS_UP, noting(log, number), after={"updated": updated})
     opener = threading.Timer(0.02, lambda: [gate.opened.set() for gate in gates])
     opener.start()
     lanes.synchronize("all")
@@ -263,7 +263,7 @@ def test_a_failure_is_told_to_whoever_waits_and_nothing_follows_it(lanes):
 
     log = []
     updated = lanes.submit_on_host([fail], after={})
-    raised = lanes.submit(Lane.RAISE, noting(log, "raise"), after={"updated": updated})
+    raised = lanes.submit(Lane.WEIGHTS_UP, noting(log, "raise"), after={"updated": updated})
     host = lanes.submit_on_host([noting(log, "slice")], after={"raised": raised})
     lanes.synchronize("all")  # does not raise: it only waits
     for mark in (updated, raised, host):
@@ -273,9 +273,9 @@ def test_a_failure_is_told_to_whoever_waits_and_nothing_follows_it(lanes):
             lanes.wait_on_host(mark, "state")
     assert log == []
     with pytest.raises(ZeroDivisionError):  # it is over: the caller itself is told
-        lanes.submit(Lane.LOWER, noting(log, "lower"), after={"free": raised})
+        lanes.submit(Lane.GRADIENTS_DOWN, noting(log, "lower"), after={"free": raised})
     assert log == []
-    assert lanes.passed(lanes.submit(Lane.LOWER, noting(log, "lower"), after={}))  # the lane goes on
+    assert lanes.passed(lanes.submit(Lane.GRADIENTS_DOWN, noting(log, "lower"), after={}))  # the lane goes on
 
 
 def test_promises_that_are_over_are_forgotten(lanes):
@@ -289,9 +289,9 @@ def test_a_long_step_that_waits_at_its_beginning(lanes):
     lowered, updated, raised, gate = [], [], [], Gate()
     free = [lanes.submit_on_host([gate], after={})] * 4
     for number in range(500):
-        down = lanes.submit(Lane.LOWER, lambda n=number: lowered.append(n), after={"free": free[number % 4]})
+        down = lanes.submit(Lane.GRADIENTS_DOWN, lambda n=number: lowered.append(n), after={"free": free[number % 4]})
         done = lanes.submit_on_host([lambda n=number: updated.append(n)], after={"down": down})
-        free[number % 4] = lanes.submit(Lane.RAISE, lambda n=number: raised.append(n), after={"updated": done})
+        free[number % 4] = lanes.submit(Lane.WEIGHTS_UP, lambda n=number: raised.append(n), after={"updated": done})
     assert (lowered, updated, raised) == ([], [], [])
     gate.opened.set()
     for mark in free:

@@ -22,9 +22,9 @@ from offstage.activations.device import measure_link
 from offstage.activations.offload import offload_activations
 from offstage.engine.pipeline import Trip
 from offstage.errors import OffstageError, StepLostError
-from offstage.lanes.lanes import lanes_for
 from offstage.lanes.testing.lazy import WaitLog
 from offstage.memory.pool import HostPool
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.lives import CPU, end_step, fail_at
 from tests.support.params import result
 from tests.support.training import lazily
@@ -270,11 +270,11 @@ def window_evicted():
 def link_measured():
     """What the first step on an accelerator does: copies there and back that must change nothing."""
     model, optimizer = make_model()
-    engine = optimizer._engines[CPU]
+    engine = runtime_of(optimizer).places.engines[CPU]
     pipeline = engine._pipeline
     pipeline.prepare()
     pipeline.lanes.elapsed_ms = lambda start, stop: 1.0
-    host, _ = engine.host_side.states[0]
+    host, _ = engine.arenas.states[0]
     pipeline.measure_link([Trip(host, chunk, chunk.pieces) for chunk in host.layout.chunks[:2]])
     iterate(model, optimizer, range(2))
     return model_result(model, optimizer)
@@ -286,13 +286,13 @@ def link_measured():
 def saved_meanwhile(optimizer, train_on):
     """What a writer reads of snapshots that `train_on` has overwritten."""
     lines = []
-    optimizer.drain_state()
-    snapshots = optimizer.take_snapshots()
+    runtime_of(optimizer).drain_state()
+    snapshots = runtime_of(optimizer).take_snapshots()
     train_on()
-    optimizer.settle_snapshots()
+    runtime_of(optimizer).settle_snapshots()
     with mock.patch("offstage.engine.snapshot._LONGEST_WAIT_S", 0.01):
-        for held in optimizer.all_held():
-            snapshot = snapshots[id(held.host)]
+        for held in runtime_of(optimizer).all_states():
+            snapshot = snapshots[id(held.home)]
             for key in held.keys:
                 line = torch.empty(key.numel(held.local), dtype=key.dtype)
                 snapshot.read(held.index, key.name, 0, line.numel(), into=line)

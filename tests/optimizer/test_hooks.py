@@ -15,8 +15,9 @@ from torch.optim.swa_utils import AveragedModel
 
 import offstage
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import use_lanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.contract import SMALL, adamw, assert_same, assert_same_optimizer, assert_same_weights
 from tests.support.lives import CPU, assert_same_lives, end_step, inputs, iterate
 from tests.support.overlap import Net
@@ -75,7 +76,7 @@ def offloaded(config, steps=0, **arguments):
 
 def num_pending(optimizer):
     """How many updates are left to the next forward."""
-    return sum(len(engine.pending) for engine in optimizer._engines.values())
+    return sum(len(engine.pending) for engine in runtime_of(optimizer).places.engines.values())
 
 
 def hooks_of(model):
@@ -126,7 +127,7 @@ def test_a_dropped_optimizer_frees_its_memory_at_once(config):
     try:
         optimizer = offstage.offload(adamw(model.parameters()), model, **config)
         iterate(model, optimizer, range(3))
-        host = optimizer._engines[CPU].host_side.states[0][0]
+        host = runtime_of(optimizer).places.engines[CPU].arenas.states[0][0]
         gone = [weakref.ref(one) for one in (optimizer, *host.arenas.values())]
         del optimizer, host
         assert [ref() for ref in gone] == [None] * len(gone)
@@ -285,7 +286,7 @@ def test_two_optimizers_of_one_compiled_model_can_be_closed_in_any_order():
                     optimizer.step()
             first, second = pair[order]
             first.close()
-            assert second._engines[CPU].pending
+            assert runtime_of(second).places.engines[CPU].pending
             iterate(model, second, [2])
             second.synchronize()
             second.close()
@@ -354,7 +355,9 @@ def test_multihead_attention(config):
             x = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(number))
             model(x, x, x)[0].pow(2).mean().backward()
             optimizer.step()
-            pending |= {held.name for engine in optimizer._engines.values() for held in engine.pending}
+            pending |= {
+                held.name for engine in runtime_of(optimizer).places.engines.values() for held in engine.pending
+            }
             optimizer.zero_grad()
         optimizer.synchronize()
         return model, optimizer, pending
@@ -628,7 +631,7 @@ def test_state_dict_right_after_step(config, read):
     for seed in range(3):
         with lazily(seed):
             model, optimizer = offloaded(config, 3, layers=8)
-            assert optimizer._engines[CPU].pending
+            assert runtime_of(optimizer).places.engines[CPU].pending
             saved = copy.deepcopy(read(model))
         reference = mlp(layers=8)
         plain(reference, 3)
@@ -711,10 +714,10 @@ def test_copies_of_the_model_are_bound_to_nothing(config, copied):
         assert_same_weights(model, twin)
         other = offstage.offload(adamw(twin.parameters()), twin, **config)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        running, fired = set(optimizer._overlap._running), optimizer._overlap._fired.total()
+        running, fired = set(runtime_of(optimizer).overlap._running), runtime_of(optimizer).overlap._fired.total()
         iterate(twin, other, [2])
-        assert set(optimizer._overlap._running) == running
-        assert optimizer._overlap._fired.total() == fired
+        assert set(runtime_of(optimizer).overlap._running) == running
+        assert runtime_of(optimizer).overlap._fired.total() == fired
         iterate(twin, other, range(3, 5))
         iterate(model, optimizer, range(2, 5))
         other.synchronize()
@@ -751,7 +754,7 @@ def test_graph_capture_switches_overlap_off(config, caplog):
         caplog.at_level(logging.WARNING, logger="offstage"),
     ):
         model, optimizer = offloaded(config)
-        engine = optimizer._engines[CPU]
+        engine = runtime_of(optimizer).places.engines[CPU]
         for number in range(5):
             if number >= 2:
                 optimizer.synchronize()  # as torch.cuda.graph does
@@ -787,7 +790,7 @@ def test_nothing_is_measured_during_a_capture():
     with use_lanes(lambda device: made.append(TimedLanes(device, seed=0)) or made[-1]):
         model = mlp()
         optimizer = offstage.offload(adamw(model.parameters()), **BACKWARD)
-        optimizer._engines[CPU].link_gb_per_s = 10.0
+        runtime_of(optimizer).places.engines[CPU].link_gb_per_s = 10.0
         for number in range(5):
             if number == 3:
                 optimizer.synchronize()

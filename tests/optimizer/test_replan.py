@@ -12,7 +12,7 @@ import offstage
 from offstage.config import Placement
 from offstage.engine import param_state as held_state
 from offstage.errors import ConfigError, HostMemoryError
-from offstage.planning.plan import Placement
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.lives import end_step
 from tests.support.training import THREADED, lazily, same_run, train
 
@@ -111,10 +111,10 @@ def test_the_plan_is_the_new_one_and_the_receipt_goes_on():
 def test_resident_state_that_stays_is_not_copied():
     model, optimizer = small(fraction=0.5)
     step_of(model, optimizer)
-    kept = next(held for held in optimizer.all_held() if held.placement is Placement.RESIDENT)
+    kept = next(held for held in runtime_of(optimizer).all_states() if held.placement is Placement.RESIDENT)
     address = kept.raw("exp_avg").data_ptr()
     optimizer.replan(host_fraction=0.5)
-    now = optimizer.held(kept.param)
+    now = runtime_of(optimizer).state_of(kept.param)
     assert now.placement is Placement.RESIDENT
     assert now.raw("exp_avg").data_ptr() == address
 
@@ -172,14 +172,14 @@ def test_a_failure_in_the_middle_changes_nothing(monkeypatch):
     other_model, other = small(update_on="host")
     for one, two in ((model, optimizer), (other_model, other)):
         step_of(one, two)
-    adopt, calls = held_state.HeldState.adopt, itertools.count()
+    adopt, calls = held_state.ParamState.adopt, itertools.count()
 
     def fail(self, *arguments):
         if next(calls) == 3:
             raise MemoryError
         adopt(self, *arguments)
 
-    monkeypatch.setattr(held_state.HeldState, "adopt", fail)
+    monkeypatch.setattr(held_state.ParamState, "adopt", fail)
     with pytest.raises(MemoryError):
         optimizer.replan(fraction=0.5, update_on="device")
     for one, two in ((model, optimizer), (other_model, other)):
@@ -221,7 +221,7 @@ class OutOfSlots:
 
 def test_a_budget_that_does_not_fit_names_one_that_would():
     model, optimizer = small(device_budget="64KiB", chunk_bytes="16KiB")
-    lanes = optimizer.engines[0].lanes
+    lanes = runtime_of(optimizer).engines[0].lanes
     lanes.empty = OutOfSlots(lanes, 2)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         step_of(model, optimizer)

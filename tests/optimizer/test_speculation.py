@@ -11,7 +11,8 @@ from torch import nn
 
 import offstage
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import ImmediateLanes, use_lanes
+from offstage.lanes.lanes import ImmediateLanes
+from offstage.lanes.link import use_lanes
 from offstage.memory import arena as host_memory
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from tests.support.contract import SMALL, TORCH, adamw, assert_same, assert_same_tree, assert_same_weights, snapshot
@@ -698,7 +699,7 @@ def test_old_weights_that_move_to_the_host_give_their_device_memory_back():
         life.model = everything if number > 5 else some
         life.train([WITHIN], first=number)
     life.settled()
-    assert life.optimizer._engines[CPU].host_side.kept
+    assert life.optimizer._engines[CPU].arenas.kept
     assert len(lanes.lent) == num_slots(life)
 
 

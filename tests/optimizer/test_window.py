@@ -10,7 +10,9 @@ from torch import nn
 
 import offstage
 from offstage.errors import ConfigError
-from offstage.lanes.lanes import ImmediateLanes, use_lanes
+from offstage.lanes.lanes import ImmediateLanes
+from offstage.lanes.link import use_lanes
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.contract import SMALL, adamw, assert_same, snapshot
 from tests.support.lives import CPU, assert_same_lives, end_step, fail_at, iterate, loss_of, stack
 from tests.support.lives import offloaded_stack as offloaded
@@ -22,11 +24,11 @@ SEEDS = pytest.mark.parametrize("seed", [None, 0, 1, 2])
 
 
 def pipeline_of(optimizer):
-    return optimizer._engines[CPU]._pipeline
+    return runtime_of(optimizer).places.engines[CPU]._pipeline
 
 
 def num_chunks(optimizer):
-    return optimizer._engines[CPU].num_chunks
+    return runtime_of(optimizer).places.engines[CPU].num_chunks
 
 
 # How wide, and when
@@ -231,7 +233,7 @@ def test_out_of_memory_while_it_opens_is_found_out_once(window):
 def test_without_a_window_no_cue_looks_for_chunks():
     """It would be work for every chunk in every cue, and nothing could be fetched anyway."""
     model, optimizer = offloaded(overlap_forward=True)
-    engine = optimizer._engines[CPU]
+    engine = runtime_of(optimizer).places.engines[CPU]
     ahead = engine._ahead
     iterate(model, optimizer, range(3))
     assert engine._ahead is ahead

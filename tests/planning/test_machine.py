@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from offstage.errors import ConfigError
-from offstage.lanes.lanes import ImmediateLanes, Lane, use_lanes
+from offstage.lanes.lanes import ImmediateLanes, Lane
+from offstage.lanes.link import use_lanes
 from offstage.memory import cpus as host_cpus
 from offstage.memory.arena import Arena
 from offstage.planning import measure

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from offstage.config import OffloadConfig, Placement
-from offstage.engine.host_trips import slot_bytes_of
+from offstage.engine.host_updates import slot_bytes_of
 from offstage.errors import ConfigError, OffloadIneffectiveError
 from offstage.planning.layout import make_layout
 from offstage.planning.plan import HOST_CHUNK, plan_placements, refuse_idle

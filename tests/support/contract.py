@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import offstage
-from offstage.lanes.lanes import use_lanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.training import same_bits
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
@@ -142,7 +143,9 @@ def lazily_offloaded(
 def chunk_count(optimizer: offstage.OffloadedOptimizer) -> int:
     return sum(
         len(host.layout.chunks)
-        for host in {held.host for held in optimizer.all_held() if held.host is not None}  # one per set of arenas
+        for host in {
+            held.home for held in runtime_of(optimizer).all_states() if held.home is not None
+        }  # one per set of arenas
     )
 
 

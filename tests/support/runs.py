@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import offstage
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.training import same_bits
 
 
@@ -32,7 +33,7 @@ class Run:
 
 def look(run: Run, optimizers: Sequence[torch.optim.Optimizer], *, before_step: bool) -> None:
     """Count what is under way outside `step()`, from the engines' own books."""
-    for engine in [engine for optimizer in _offloaded(optimizers) for engine in optimizer.engines]:
+    for engine in [engine for optimizer in _offloaded(optimizers) for engine in runtime_of(optimizer).engines]:
         if not before_step:
             run.left_to_forward += len(engine.pending)
             continue

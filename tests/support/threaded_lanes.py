@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 
 from offstage.lanes.accelerator import AcceleratorLanes
-from offstage.lanes.lanes import Lane, use_lanes
+from offstage.lanes.lanes import Lane
+from offstage.lanes.link import use_lanes
 
 
 class _Passed:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offstage
-from offstage.lanes.lanes import use_lanes
+from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.lazy import LazyLanes, WaitLog
 from tests.support.threaded_lanes import with_threads
 

@@ -21,6 +21,7 @@ from torch import nn
 import offstage
 from offstage.config import Placement
 from offstage.errors import ConfigError
+from offstage.optimizer.optimizer import runtime_of
 from offstage.train.observe import Observer
 from offstage.train.report import write_report
 from offstage.train.report.chart import (
@@ -79,7 +80,7 @@ def train(folder: Path, **config: Any) -> Path:
         if step == OBSERVED:
             observer.__exit__(None, None, None)
             observer.save(folder / "observed.json")
-        fetched, stored = optimizer.last_moved
+        fetched, stored = runtime_of(optimizer).last_moved
         rows.append({"step": step, "loss": loss.item(), "grad_norm": norm.item(), "bytes_fetched": fetched})
         rows[-1] |= {"bytes_stored": stored, "skipped": False, "device_peak_bytes": None, "step_ms": 2.0 + step}
         if step % 4 == 0:
