@@ -18,7 +18,7 @@ from offstage.activations.offload import offload_activations
 from offstage.activations.plan import Choice
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.lanes.lanes import ImmediateLanes
-from offstage.lanes.link import use_lanes
+from offstage.lanes.link import Link, use_lanes
 from offstage.lanes.testing.lazy import LazyLanes
 from tests.activations.test_offload import (
     WIDTH,
@@ -61,7 +61,7 @@ class TimedLate(Clock, LazyLanes):
 def link(monkeypatch):
     """What the link carries; a test may change it."""
     rate = [0.05]
-    monkeypatch.setattr(activation_device, "measure_link", lambda lanes: rate[0])
+    monkeypatch.setattr(Link, "gb_per_s", lambda self, lanes: rate[0])
     monkeypatch.setattr(activation_device, "measure_remaking", lambda lanes: 1.0)
     return rate
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import offstage
+from offstage.engine import named_state
 from offstage.errors import HostMemoryError
-from offstage.rules.rule import ParamState
 from tests.support.contract import (
     CLASSES,
     MASTERS,
@@ -392,15 +392,15 @@ def test_ctrl_c_during_a_load_waits_for_its_end(monkeypatch):
     model, optimizer = trained(2)
     saved = snapshot(optimizer)
     train(model, optimizer, range(2, 4))
-    load, calls = ParamState.load, []
+    load, calls = named_state.load, []
 
-    def interrupted_load(self, *args):
-        calls.append(self)
+    def interrupted_load(state, *args):
+        calls.append(state)
         if len(calls) == 2:
             signal.raise_signal(signal.SIGINT)
-        load(self, *args)
+        load(state, *args)
 
-    monkeypatch.setattr(ParamState, "load", interrupted_load)
+    monkeypatch.setattr(named_state, "load", interrupted_load)
     with pytest.raises(KeyboardInterrupt):
         optimizer.load_state_dict(saved)
     assert len(calls) == 4

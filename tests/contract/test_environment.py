@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offstage
 from offstage.config import Placement
-from offstage.engine import transport as device_side
 from offstage.engine.engine import Engine
+from offstage.engine.pipeline import Pipeline
 from offstage.errors import StepLostError
 from offstage.optimizer import places as placing
 from offstage.optimizer.optimizer import runtime_of
@@ -103,14 +103,14 @@ def test_ctrl_c_from_outside():
 
 def interrupt_update(monkeypatch, optimizer, at, action):
     """Make the `at`-th update of the next steps run `action` first."""
-    update, calls = optimizer.rule.update, itertools.count(1)
+    update, calls = runtime_of(optimizer).rule.update, itertools.count(1)
 
     def interrupted(shares):
         if next(calls) == at:
             action()
         update(shares)
 
-    monkeypatch.setattr(optimizer.rule, "update", interrupted)
+    monkeypatch.setattr(runtime_of(optimizer).rule, "update", interrupted)
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
@@ -196,7 +196,7 @@ def test_an_exception_in_the_first_fetch_changes_nothing(monkeypatch, config):
         raise RuntimeError("the first copy failed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(device_side.Pipeline, "fetch", fail)
+        patch.setattr(Pipeline, "fetch", fail)
         with unchanged(model, optimizer), pytest.raises(RuntimeError, match="the first copy failed") as info:
             optimizer.step()
     assert not isinstance(info.value, StepLostError)

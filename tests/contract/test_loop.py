@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offstage
 from offstage.config import Placement
-from offstage.engine import arenas as host_side
-from offstage.engine import transport as device_side
+from offstage.engine import arenas, transport
 from offstage.optimizer.optimizer import runtime_of
 from tests.support.contract import (
     CLASSES,
@@ -48,9 +47,9 @@ def test_off_is_off(monkeypatch):
         raise AssertionError("off is not off")
 
     for owner, name in [
-        (host_side, "Arena"),
-        (device_side, "Pipeline"),
-        (device_side, "lanes_for"),
+        (arenas, "Arena"),
+        (transport.Pipeline, "_make_slot"),
+        (transport, "link_for"),
         (torch, "Stream"),
         (torch, "Event"),
         (torch.Tensor, "register_hook"),

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import offstage
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.contract import (
     CLASSES,
     SMALL,
@@ -285,7 +286,7 @@ def test_step_counts_only_successful_steps(monkeypatch):
     inputs, _ = batch(2)
     model(inputs).square().mean().backward()
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer.rule, "begin", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+        patch.setattr(runtime_of(optimizer).rule, "begin", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
         with unchanged(model, optimizer), pytest.raises(MemoryError, match="no room"):
             optimizer.step()
     assert_same_future((model, optimizer), (plain_model, plain), range(2, 4))

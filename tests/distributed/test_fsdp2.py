@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import offstage
 from offstage.errors import ConfigError, OffstageError
-from offstage.optimizer.overlap.selection import Early
+from offstage.optimizer.overlap.selection import BackwardSelection
 from tests.support.lives import end_step
 from tests.support.sharded import (
     MAX_NORM,
@@ -252,7 +252,7 @@ def compare_uneven_early(case):
     """What differs from `fraction=0`, and whether this rank has updated anything in backward."""
     make = fsdp2 if case == "FSDP2" else functools.partial(tensor_parallel, fsdp=False, sequence=True)
     expected = train(make, {"fraction": 0.0}, data=tp_row, steps=8)
-    nothing = mock.patch.object(Early, "_choose", return_value=None)
+    nothing = mock.patch.object(BackwardSelection, "_choose", return_value=None)
     with contextlib.nullcontext() if dist.get_rank() == 0 else nothing:
         run = train(make, {"update_in_backward": True, "chunk_bytes": "16KiB"}, data=tp_row, steps=8)
     return differences(expected, run), run.updated_in_backward > 0

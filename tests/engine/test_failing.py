@@ -11,6 +11,7 @@ from torch import nn
 import offstage
 from offstage.engine.pipeline import Pipeline
 from offstage.errors import StepLostError
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.lives import fail_at
 from tests.support.params import copy_weights, equal
 from tests.support.params import result as snapshot
@@ -45,7 +46,7 @@ def test_a_failure_half_way_says_the_step_is_lost(fraction):
     params, optimizer = make(fraction=fraction)
     saved_weights = [p.detach().clone() for p in params]
     saved = copy.deepcopy(optimizer.state_dict())
-    undo = fail_at(5, optimizer.rule, "_update", ZeroDivisionError("in the middle"))
+    undo = fail_at(5, runtime_of(optimizer).rule, "_update", ZeroDivisionError("in the middle"))
     with pytest.raises(StepLostError, match=r"Step 2 failed .*in the middle.*load_state_dict"):
         optimizer.step()
     undo()
@@ -65,7 +66,7 @@ def test_ctrl_c_in_a_step_comes_after_it(lazy, monkeypatch):
     reference.step()
     with lazily(3 if lazy else None):
         params, optimizer = make()
-    update, calls = optimizer.rule._update, []
+    update, calls = runtime_of(optimizer).rule._update, []
 
     def interrupted(share):
         calls.append(share)
@@ -73,7 +74,7 @@ def test_ctrl_c_in_a_step_comes_after_it(lazy, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         update(share)
 
-    monkeypatch.setattr(optimizer.rule, "_update", interrupted)
+    monkeypatch.setattr(runtime_of(optimizer).rule, "_update", interrupted)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert len(calls) > 3  # the rest of the step ran

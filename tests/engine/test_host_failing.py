@@ -48,7 +48,8 @@ class Failing:
     """A rule's slices of which one raises, in one chunk."""
 
     def __init__(self, optimizer, error, at=2):
-        self._rule, self._slices, self._error, self._at = optimizer.rule, optimizer.rule.slices, error, at
+        self._rule, self._error, self._at = runtime_of(optimizer).rule, error, at
+        self._slices = self._rule.slices
         self.raised = 0
 
     def __enter__(self):
@@ -105,7 +106,7 @@ def test_failing_again_and_again_loses_no_staging_buffer(kind):
             steps(params, optimizer, range(1, 2))
         optimizer.load_state_dict(saved)
     steps(params, optimizer, range(1, 2))
-    assert len(runtime_of(optimizer).places.engines[CPU]._trips._slots) == HOST_SLOTS
+    assert len(runtime_of(optimizer).places.engines[CPU].transport.host_updates._slots) == HOST_SLOTS
 
 
 def make_model(kind=None, **config):
@@ -189,18 +190,19 @@ def test_what_is_under_way_when_a_step_is_lost_does_not_overwrite_what_is_loaded
     (engine,) = runtime_of(optimizer).engines
     assert len(engine.arenas.chunks_of[runtime_of(optimizer).state_of(model[0].weight)]) > 1
     iterate(model, optimizer, range(2))
-    weights, slices_of, chunks, others = copy.deepcopy(model.state_dict()), optimizer.rule.slices, [], threading.Event()
+    rule = runtime_of(optimizer).rule
+    weights, slices_of, chunks, others = copy.deepcopy(model.state_dict()), rule.slices, [], threading.Event()
 
     def fail():
         raise ZeroDivisionError("in a slice")
 
-    def slices(shares):
-        chunks.append(shares)
-        return [fail] if len(chunks) == 1 else [lambda: others.wait(10), *slices_of(shares)]
+    def slices(pieces):
+        chunks.append(pieces)
+        return [fail] if len(chunks) == 1 else [lambda: others.wait(10), *slices_of(pieces)]
 
-    optimizer.rule.slices = slices
+    rule.slices = slices
     iterate(model, optimizer, range(2, 3))
-    optimizer.rule.slices = slices_of
+    rule.slices = slices_of
     later = threading.Timer(0.2, others.set)
     later.start()
     with pytest.raises(StepLostError, match="in a slice"):
@@ -218,7 +220,7 @@ def test_a_failure_does_not_hold_up_close(kind):
     _, optimizer, failing, *_ = fail_after_step(kind)
     optimizer.close()
     assert failing.raised == 1
-    assert runtime_of(optimizer).places.engines[CPU]._trips.nbytes == 0
+    assert runtime_of(optimizer).places.engines[CPU].transport.host_updates.nbytes == 0
 
 
 def test_a_failure_in_an_early_chunk_is_found_in_step():
@@ -250,13 +252,14 @@ def test_a_slice_that_fails_in_backward(kind):
 
 def slowly(optimizer, seconds=0.01):
     """Every slice takes a while. Returns what to put back."""
-    slices_of = optimizer.rule.slices
+    rule = runtime_of(optimizer).rule
+    slices_of = rule.slices
 
     def late(piece):
         time.sleep(seconds)
         piece()
 
-    optimizer.rule.slices = lambda shares: [functools.partial(late, piece) for piece in slices_of(shares)]
+    rule.slices = lambda pieces: [functools.partial(late, piece) for piece in slices_of(pieces)]
     return slices_of
 
 
@@ -265,14 +268,15 @@ def test_ctrl_c_in_a_step_comes_after_it(kind):
     with lazily(kind):
         params = make_params(shapes=MANY)
         optimizer = offloaded(params, threads=2)
-    slices_of, calls = optimizer.rule.slices, itertools.count()
+    rule, calls = runtime_of(optimizer).rule, itertools.count()
+    slices_of = rule.slices
 
     def interrupting(piece):
         if next(calls) == 3:
             os.kill(os.getpid(), signal.SIGINT)
         piece()
 
-    optimizer.rule.slices = lambda shares: [functools.partial(interrupting, piece) for piece in slices_of(shares)]
+    rule.slices = lambda pieces: [functools.partial(interrupting, piece) for piece in slices_of(pieces)]
     with pytest.raises(KeyboardInterrupt):
         steps(params, optimizer, range(1))
     steps(params, optimizer, range(1, 2))
@@ -286,7 +290,7 @@ def test_ctrl_c_while_someone_waits_for_host_threads(waiting):
     iterate(model, optimizer, range(2))
     slices_of = slowly(optimizer, 0.05)
     iterate(model, optimizer, range(2, 3))
-    optimizer.rule.slices = slices_of
+    runtime_of(optimizer).rule.slices = slices_of
     alarm = threading.Timer(0.02, lambda: os.kill(os.getpid(), signal.SIGINT))
     alarm.start()
     with pytest.raises(KeyboardInterrupt):
@@ -313,7 +317,7 @@ def test_work_under_way_is_finished_first(how):
     assert any(not promise.is_over for promise in runtime_of(optimizer).places.engines[CPU].lanes._promises)
     if how == "close":
         optimizer.close()
-        assert runtime_of(optimizer).places.engines[CPU]._trips.nbytes == 0
+        assert runtime_of(optimizer).places.engines[CPU].transport.host_updates.nbytes == 0
     del optimizer
     gc.collect()
     params = [param.detach() for param in model.parameters()]
@@ -366,7 +370,8 @@ with with_threads():
         torch.optim.AdamW(model.parameters()), model, min_bytes=0, chunk_bytes="16KiB", update_on="host", threads=4,
         overlap_forward=True,
     )
-slices_of = optimizer.rule.slices
+rule = runtime_of(optimizer).rule
+slices_of = rule.slices
 ran = []
 def late(piece):
     time.sleep(0.05)
@@ -374,7 +379,7 @@ def late(piece):
     ran.append(1)
 for step in range(2):
     if step:
-        optimizer.rule.slices = lambda shares: [lambda piece=piece: late(piece) for piece in slices_of(shares)]
+        rule.slices = lambda pieces: [lambda piece=piece: late(piece) for piece in slices_of(pieces)]
     model(torch.ones(3, 40)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

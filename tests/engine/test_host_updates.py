@@ -101,7 +101,7 @@ def assert_on_host(run, setting, share, clip):
     on_host = plan.bytes_of(Placement.HOST)
     assert (on_host > 0) == (share > 0)
     assert (plan.bytes_of(Placement.STREAMED) > 0) == (share < 1)
-    assert run.optimizer._engines[CPU].bytes_updated_on_host == STEPS * on_host
+    assert runtime_of(run.optimizer).places.engines[CPU].transport.bytes_updated_on_host == STEPS * on_host
     assert (run.left_to_forward > 0) == bool(config.get("overlap_forward"))
     # Updates on the host are not speculative: with clipping, step() makes them.
     early = config.get("update_in_backward") and (share < 1 or clip == "none")
@@ -199,14 +199,15 @@ def test_any_number_of_threads_gives_the_same_bits(form, monkeypatch):
         with lazily(kind):
             params = make_params(dtype, shapes)
             optimizer = offloaded(params, **base, **config)
-        slices_of, seen = optimizer.rule.slices, set()
+        rule, seen = runtime_of(optimizer).rule, set()
+        slices_of = rule.slices
 
         def noted(piece):
             seen.add(threading.get_ident())
             time.sleep(1e-4)  # lets the others in
             piece()
 
-        optimizer.rule.slices = lambda shares: [functools.partial(noted, piece) for piece in slices_of(shares)]
+        rule.slices = lambda pieces: [functools.partial(noted, piece) for piece in slices_of(pieces)]
         steps(params, optimizer)
         return result(params, optimizer), len(seen)
 
@@ -254,7 +255,7 @@ def test_all_on_the_host_needs_nothing_on_the_device():
     assert set(plan.placements) == {Placement.HOST}
     assert (plan.slots, plan.slot_bytes, plan.window, plan.device_bytes) == (0, 0, 0, 0)
     assert receipt.device_state_bytes == 0
-    assert runtime_of(optimizer).places.engines[CPU]._pipeline is None
+    assert runtime_of(optimizer).places.engines[CPU].transport.pipeline.num_slots == 0
     assert used == {"update", "lower", "host", "raise"}  # "update": the rule's coefficients
     assert all(not held.resident for held in runtime_of(optimizer).all_states())
 
@@ -264,7 +265,7 @@ def test_no_share_is_off(config):
     optimizer, used = lanes_used(**config)
     assert used == {"fetch", "update", "store"}
     assert (optimizer.plan.host_slots, optimizer.plan.host_slot_bytes) == (0, 0)
-    assert runtime_of(optimizer).places.engines[CPU]._trips is None
+    assert runtime_of(optimizer).places.engines[CPU].transport.host_updates.nbytes == 0
     assert optimizer.receipt().host_update_ms is None
     assert "updated on the host" not in repr(optimizer)
     with with_threads():
@@ -636,12 +637,11 @@ def test_gradients_wider_than_their_weights(kind):
 
     optimizer, got = live({}, kind)
     assert equal(got, live(RESIDENT)[1])
-    trips = runtime_of(optimizer).places.engines[CPU]._trips
+    engine = runtime_of(optimizer).places.engines[CPU]
+    trips = engine.transport.host_updates
     assert len(trips._slots) == HOST_SLOTS
-    assert trips.nbytes > HOST_SLOTS * runtime_of(optimizer).places.engines[CPU].arenas.staging_bytes
-    assert (
-        optimizer.receipt().host_state_bytes == runtime_of(optimizer).places.engines[CPU].arenas.nbytes + trips.nbytes
-    )
+    assert trips.nbytes > HOST_SLOTS * engine.arenas.staging_bytes
+    assert optimizer.receipt().host_state_bytes == engine.arenas.nbytes + trips.nbytes
 
 
 @pytest.mark.parametrize("kind", [None, 0, THREADED])

@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from offstage.engine.pipeline import ChunkState, HostState, Pipeline, Ring, Trip
+from offstage.engine.arenas import HostState
+from offstage.engine.pipeline import ChunkState, Pipeline, Ring, Trip
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.lanes.testing.lazy import LazyLanes
 from offstage.memory.arena import Arena
 from offstage.planning.layout import make_layout
+from offstage.rules.rule import ParamState
 
 CPU = torch.device("cpu")
 LEGAL = {
@@ -79,7 +81,8 @@ def make_pipeline(lanes, num_chunks, num_slots):
     layout, arenas = layout_and_arenas(num_chunks)
     pipeline = Pipeline(lanes, num_slots=num_slots, slot_bytes=layout.slot_bytes)
     pipeline.prepare()
-    return pipeline, HostState(layout, arenas)
+    state = ParamState(torch.empty(layout.extents[0]["a"]), "p", (), rule=None)
+    return pipeline, HostState(layout, arenas, [state])
 
 
 Order = list[tuple[str, int]]
@@ -115,7 +118,7 @@ def check_bytes(order: Order, num_chunks: int, num_slots: int, seed: int) -> Non
     start = torch.arange(host.arenas["a"].numel, dtype=torch.float32)
     for arena in host.arenas.values():
         arena.flat.copy_(start)
-    trips = [Trip(host, chunk, chunk.pieces) for chunk in host.layout.chunks]
+    trips = [Trip(chunk, chunk.pieces) for chunk in host.chunks]
     expected = {key: start.clone() for key in ("a", "b")}
     for move, chunk in order:
         trip = trips[chunk]

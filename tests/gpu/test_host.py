@@ -26,6 +26,7 @@ from offstage.config import Placement
 from offstage.errors import OffstageError, StepLostError
 from offstage.lanes.lanes import Lane
 from offstage.lanes.link import use_lanes
+from offstage.optimizer.optimizer import runtime_of
 from tests.support.gates import (
     DEVICE,
     DeviceMemory,
@@ -324,7 +325,7 @@ def test_a_class_updates_on_both_sides_at_once() -> None:
 
 def fail_once(optimizer: offstage.OffloadedOptimizer, at: int) -> Callable[[], None]:
     """Make one slice of the next step raise. Returns what puts the rule right again."""
-    slices_of, calls = optimizer.rule.slices, []
+    slices_of, calls = runtime_of(optimizer).rule.slices, []
 
     def fail() -> None:
         raise ZeroDivisionError("in a slice")
@@ -333,8 +334,8 @@ def fail_once(optimizer: offstage.OffloadedOptimizer, at: int) -> Callable[[], N
         calls.append(1)
         return [fail, *slices_of(shares)] if len(calls) == at else slices_of(shares)
 
-    optimizer.rule.slices = slices
-    return lambda: setattr(optimizer.rule, "slices", slices_of)
+    runtime_of(optimizer).rule.slices = slices
+    return lambda: setattr(runtime_of(optimizer).rule, "slices", slices_of)
 
 
 @pytest.mark.parametrize("config", [WHERE["host"], {"host_fraction": 0.5}], ids=["host", "mixed"])
@@ -480,13 +481,13 @@ def test_step_returns_before_the_host_has_updated() -> None:
     optimizer = offloaded(model, SMALL, {"overlap_forward": True, "update_on": "host", "threads": 2})
     iterate(model, optimizer, data[:3])
     optimizer.synchronize()
-    slices_of = optimizer.rule.slices
+    slices_of = runtime_of(optimizer).rule.slices
 
     def late(piece: Callable[[], None]) -> None:
         time.sleep(0.1)
         piece()
 
-    optimizer.rule.slices = lambda shares: [functools.partial(late, piece) for piece in slices_of(shares)]
+    runtime_of(optimizer).rule.slices = lambda shares: [functools.partial(late, piece) for piece in slices_of(shares)]
     model(data[3][0]).backward(data[3][1])
     began = time.perf_counter()
     optimizer.step()

@@ -18,14 +18,13 @@ import torch
 from torch import nn
 
 import offstage
-from offstage.activations.device import measure_link
 from offstage.activations.offload import offload_activations
-from offstage.engine.pipeline import Trip
 from offstage.errors import OffstageError, StepLostError
+from offstage.lanes.link import link_for, measure_duplex
 from offstage.lanes.testing.lazy import WaitLog
 from offstage.memory.pool import HostPool
 from offstage.optimizer.optimizer import runtime_of
-from tests.support.lives import CPU, end_step, fail_at
+from tests.support.lives import end_step, fail_at
 from tests.support.params import result
 from tests.support.training import lazily
 
@@ -97,7 +96,7 @@ def lost_and_loaded(broken, **config):
     weights, optimizer = make(**config)
     saved = optimizer.state_dict()
     steps(weights, optimizer, 1)
-    undo = broken(optimizer.rule)
+    undo = broken(runtime_of(optimizer).rule)
     with pytest.raises(StepLostError):
         steps(weights, optimizer, 1)
     undo()
@@ -267,19 +266,6 @@ def window_evicted():
     return model_result(model, optimizer)
 
 
-def link_measured():
-    """What the first step on an accelerator does: copies there and back that must change nothing."""
-    model, optimizer = make_model()
-    engine = runtime_of(optimizer).places.engines[CPU]
-    pipeline = engine._pipeline
-    pipeline.prepare()
-    pipeline.lanes.elapsed_ms = lambda start, stop: 1.0
-    host, _ = engine.arenas.states[0]
-    pipeline.measure_link([Trip(host, chunk, chunk.pieces) for chunk in host.layout.chunks[:2]])
-    iterate(model, optimizer, range(2))
-    return model_result(model, optimizer)
-
-
 # Snapshots
 
 
@@ -421,16 +407,16 @@ def weights_sent_for_and_not_used():
     return [param.detach().clone() for param in model.parameters()]
 
 
-def link_measured_for_activations():
+def link_measured():
     """Copies there and back, into memory that is used for something else right after."""
-    lanes = lanes_for(torch.device("cpu"))
+    lanes = link_for(torch.device("cpu")).lanes()
     pool = HostPool(lanes.device, None)
     with (
-        mock.patch("offstage.activations.device._MEASURED_BYTES", 4096),
+        mock.patch("offstage.lanes.link._COPY_BYTES", 4096),
         mock.patch.object(lanes, "elapsed_ms", return_value=1.0),
     ):
         for _ in range(2):
-            assert measure_link(lanes) > 0
+            assert measure_duplex(lanes) > 0
     assert pool.used_bytes == 0
     return []
 
@@ -462,7 +448,6 @@ OTHERS = [
     activations_of_a_forward_without_backward,
     weights_on_the_host,
     weights_sent_for_and_not_used,
-    link_measured_for_activations,
     only_reads_weights,
     closed,
     loaded_in_between,
@@ -536,8 +521,6 @@ def test_the_waits_are_these():
         "load: the weights are ready",
         "lower: the gradients are ready",
         "lower: the staging buffer is free",
-        "measure: nothing is under way",
-        "measure: the chunks are fetched",
         "measure: the copies are done",
         "measure: the memory is free",
         "place: the lanes are drained",

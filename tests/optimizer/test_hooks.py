@@ -763,7 +763,7 @@ def test_graph_capture_switches_overlap_off(config, caplog):
             made[0].now = False
             if number >= 2:
                 assert all(isinstance(p.grad, torch.Tensor) and p.grad.norm() > 0 for p in model.parameters())
-                assert not engine._pipeline.staged
+                assert not engine.transport.pipeline.staged
             optimizer.step()
             if number >= 2:
                 assert not engine.pending

@@ -10,7 +10,7 @@ from torch import nn
 
 import offstage
 from offstage.config import Placement
-from offstage.engine import param_state as held_state
+from offstage.engine import named_state
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.optimizer.optimizer import runtime_of
 from tests.support.lives import end_step
@@ -172,14 +172,14 @@ def test_a_failure_in_the_middle_changes_nothing(monkeypatch):
     other_model, other = small(update_on="host")
     for one, two in ((model, optimizer), (other_model, other)):
         step_of(one, two)
-    adopt, calls = held_state.ParamState.adopt, itertools.count()
+    adopt, calls = named_state.adopt, itertools.count()
 
-    def fail(self, *arguments):
+    def fail(*arguments):
         if next(calls) == 3:
             raise MemoryError
-        adopt(self, *arguments)
+        adopt(*arguments)
 
-    monkeypatch.setattr(held_state.ParamState, "adopt", fail)
+    monkeypatch.setattr(named_state, "adopt", fail)
     with pytest.raises(MemoryError):
         optimizer.replan(fraction=0.5, update_on="device")
     for one, two in ((model, optimizer), (other_model, other)):

@@ -14,6 +14,7 @@ from offstage.errors import OffstageError
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.lanes.link import use_lanes
 from offstage.memory import arena as host_memory
+from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from tests.support.contract import SMALL, TORCH, adamw, assert_same, assert_same_tree, assert_same_weights, snapshot
 from tests.support.lives import CPU, end_step, fail_at, loss_of, stack
@@ -587,11 +588,14 @@ def test_state_that_moves_in_an_armed_loop(seed):
     def live(config):
         life = Life({**config, "fraction": 0.5})
         life.train([OVER] * 3)
-        placed = {held.param: held.placement for held in life.optimizer.all_held()}
+        placed = {held.param: held.placement for held in runtime_of(life.optimizer).all_states()}
         life.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(48, 48)), nn.Parameter(torch.ones(48))]})
         life.optimizer.param_groups[0]["amsgrad"] = True
         life.train([OVER, WITHIN, OVER], first=3)
-        assert any(held.placement is not placed.get(held.param, held.placement) for held in life.optimizer.all_held())
+        assert any(
+            held.placement is not placed.get(held.param, held.placement)
+            for held in runtime_of(life.optimizer).all_states()
+        )
         return life
 
     assert_same_told(live, BOTH, seed)
@@ -656,7 +660,7 @@ def lending(config, **options):
 
 
 def num_slots(life):
-    return len(life.optimizer._engines[CPU]._pipeline._slots)
+    return len(runtime_of(life.optimizer).places.engines[CPU].transport.pipeline._slots)
 
 
 @contextlib.contextmanager
@@ -667,7 +671,7 @@ def out_of_memory(life, lanes, where):
         yield
         lanes.until_failure = None
         return
-    undo = fail_at(3, life.optimizer.rule, where, torch.OutOfMemoryError(where))
+    undo = fail_at(3, runtime_of(life.optimizer).rule, where, torch.OutOfMemoryError(where))
     yield
     undo()
 
@@ -699,7 +703,7 @@ def test_old_weights_that_move_to_the_host_give_their_device_memory_back():
         life.model = everything if number > 5 else some
         life.train([WITHIN], first=number)
     life.settled()
-    assert life.optimizer._engines[CPU].arenas.kept
+    assert runtime_of(life.optimizer).places.engines[CPU].arenas.old_weights
     assert len(lanes.lent) == num_slots(life)
 
 

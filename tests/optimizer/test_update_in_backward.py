@@ -16,7 +16,7 @@ from offstage.errors import ConfigError, OffstageError, StepLostError
 from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from tests.support.contract import SMALL, adamw, assert_same, one_process_group, snapshot
-from tests.support.lives import CPU, assert_same_lives, clip_to, end_step, fail_at, inputs, iterate, loss_of, stack
+from tests.support.lives import assert_same_lives, clip_to, end_step, fail_at, inputs, iterate, loss_of, stack
 from tests.support.training import lazily
 
 BACKWARD = {**SMALL, "update_in_backward": True}
@@ -178,7 +178,7 @@ def test_the_memory_of_gradients_is_given_back_during_backward():
 def test_speculation_keeps_gradients_until_the_norm_is_known():
     model, optimizer = trained(BACKWARD, clip=1e4)
     loss_of(model, 3).backward()
-    gradients = [StorageWeakRef(g.untyped_storage()) for g in runtime_of(optimizer).overlap.gradients.values()]
+    gradients = [StorageWeakRef(g.untyped_storage()) for g in runtime_of(optimizer).iteration.gradients.values()]
     assert len(gradients) == 2 * LAYERS
     optimizer.clip_grad_norm_(1e4)
     optimizer.step()
@@ -661,7 +661,7 @@ def test_an_exception_in_backward_loses_the_step(seed):
         model, optimizer = trained(BACKWARD)
         weights, saved = saved_copy(model, optimizer)
         fail_in_backward(model, 3)
-        assert runtime_of(optimizer).overlap.updated
+        assert runtime_of(optimizer).iteration.early
         optimizer.zero_grad()
         with pytest.raises(OffstageError):
             loss_of(model, 3)
@@ -705,14 +705,13 @@ def test_a_backward_that_fails_before_its_first_update_costs_nothing(where, clip
     def life(model, optimizer):
         iterate(model, optimizer, range(3), clip)
         if optimizer.config.update_in_backward:
-            owner, name = (
-                (runtime_of(optimizer).places.engines[CPU], "prepare") if where == "take" else (optimizer.rule, "begin")
-            )
+            runtime = runtime_of(optimizer)
+            owner, name = (runtime.engines[0].transport, "prepare") if where == "take" else (runtime.rule, "begin")
             undo = fail_at(1, owner, name, torch.OutOfMemoryError(where))
             with pytest.raises(torch.OutOfMemoryError):
                 loss_of(model, 99).backward()
             undo()
-            assert not runtime_of(optimizer).overlap.updated
+            assert not runtime_of(optimizer).iteration.early
             optimizer.zero_grad()
         iterate(model[:-1], optimizer, [3], clip)
         iterate(model, optimizer, range(4, 6), clip)
@@ -744,7 +743,7 @@ def test_an_update_that_fails_in_backward_loses_the_step():
     """As in step(): the weights are between two steps, and nothing is saved or trained on."""
     model, optimizer = trained(BACKWARD)
     weights, saved = saved_copy(model, optimizer)
-    undo = fail_at(3, optimizer.rule, "update", Interrupted())
+    undo = fail_at(3, runtime_of(optimizer).rule, "update", Interrupted())
     with pytest.raises((Interrupted, StepLostError)):
         loss_of(model, 3).backward()
     undo()

@@ -497,7 +497,7 @@ def test_a_failing_step_while_chunks_wait_in_the_window(seed):
         iterate(model, optimizer, range(2))
         weights, saved = {k: v.clone() for k, v in model.state_dict().items()}, snapshot(optimizer)
         loss_of(model, 2).backward()
-        undo = fail_at(3, optimizer.rule, "update", ZeroDivisionError())
+        undo = fail_at(3, runtime_of(optimizer).rule, "update", ZeroDivisionError())
         with pytest.raises((offstage.OffstageError, ZeroDivisionError)):
             optimizer.step()
         undo()

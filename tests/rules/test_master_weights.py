@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import offstage
+from offstage.engine import named_state
 from offstage.optimizer import state_dict
 from offstage.rules.master_weights import join, split
-from offstage.rules.rule import ParamState
 
 
 def bits(values: list[int]) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_a_state_dict_joins_one_parameter_at_a_time(monkeypatch):
     optimizer.step()
     happened = []
 
-    def exported(held, real=ParamState.export):
+    def exported(held, real=named_state.export):
         happened.append("export")
         return real(held)
 
@@ -177,7 +177,7 @@ def test_a_state_dict_joins_one_parameter_at_a_time(monkeypatch):
         happened.append("to the host")
         return real(value)
 
-    monkeypatch.setattr(ParamState, "export", exported)
+    monkeypatch.setattr(named_state, "export", exported)
     monkeypatch.setattr(state_dict, "_on_host", on_host)
     optimizer.state_dict()
     assert happened == ["export", *["to the host"] * 4] * 3  # step, master, both moments

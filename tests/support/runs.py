@@ -37,8 +37,8 @@ def look(run: Run, optimizers: Sequence[torch.optim.Optimizer], *, before_step: 
         if not before_step:
             run.left_to_forward += len(engine.pending)
             continue
-        run.fetched_in_backward += len(engine._pipeline.staged) if engine._pipeline is not None else 0
-        run.updated_in_backward += len(engine._round.done) if engine._round is not None else 0
+        run.fetched_in_backward += len(engine.transport.pipeline.staged)
+        run.updated_in_backward += len(engine.round.done) if engine.round is not None else 0
 
 
 def keep(run: Run, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

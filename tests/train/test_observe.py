@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offstage
 from offstage.errors import OffstageError
-from offstage.optimizer.optimizer import OffloadedOptimizer
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.train.memory_by_owner import OWNERS, MemoryByOwner
 from offstage.train.observe import Observer
 from offstage.train.timeline import DeviceTrace, busy_ms, link_use, merged, spans_of
@@ -297,7 +297,7 @@ def assert_nothing_left(training: Training) -> None:
     for block in training.model.blocks:
         assert not block._forward_hooks
         assert not block._forward_pre_hooks or training.optimizer.config.overlaps
-    for engine in training.optimizer.engines:
+    for engine in runtime_of(training.optimizer).engines:
         assert not {"submit", "submit_on_host", "empty"} & vars(engine.lanes).keys()
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     assert not training.optimizer._optimizer_step_post_hooks
