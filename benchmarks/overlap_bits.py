@@ -139,7 +139,7 @@ def update_all_early(optimizer: offstage.OffloadedOptimizer) -> None:
     """A backward this short, or a delayed lane, would let the optimizer leave all updates to `step()`: no link is known
     that would be too slow."""
     for engine in runtime_of(optimizer).engines:
-        engine.link_gb_per_s = 0.0
+        engine.transport.link_gb_per_s = 0.0
 
 
 # A run
@@ -219,7 +219,7 @@ def batches(size: Size, device: str, steps: int) -> list[tuple[torch.Tensor, tor
 
 
 def _fetched(optimizer: offstage.OffloadedOptimizer) -> int:
-    return sum(engine.moved_bytes[0] for engine in runtime_of(optimizer).engines)
+    return sum(engine.transport.moved_bytes[0] for engine in runtime_of(optimizer).engines)
 
 
 def _delay(delayed: bool) -> None:

@@ -133,3 +133,26 @@ def test_pages_import_what_exists():
     for page in PAGES:
         for line in re.findall(r"^from offstage.*$", page.read_text(), re.MULTILINE):
             exec(line, {})
+
+
+# Five trips
+
+
+TRIPS = (ROOT / "docs" / "internals" / "five_trips.md").read_text().split("\n## ")[1:]
+
+
+@pytest.mark.parametrize("trip", TRIPS, ids=[trip.splitlines()[0] for trip in TRIPS])
+def test_a_trip_names_functions_that_exist_in_ten_modules_at_most(trip):
+    rows = re.findall(r"\[`([\w.]+)`\]\(\.\./\.\./(src/offstage/[\w/]+\.py)\)", trip)
+    assert len(rows) == trip.count("\n| ") - 1  # every row but the head names one
+    for name, path in rows:
+        found = ast.parse((ROOT / path).read_text()).body
+        for part in name.split("."):
+            (match,) = [node for node in found if getattr(node, "name", None) == part][-1:] or [None]
+            assert match is not None, f"{path} has no {name}"
+            found = match.body
+    assert len({path for _, path in rows}) <= 10
+
+
+def test_there_are_five_trips():
+    assert len(TRIPS) == 5
