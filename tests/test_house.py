@@ -84,7 +84,7 @@ def test_imports_go_down(name):
     assert not wrong
 
 
-def no_module_is_part_of_a_cycle():
+def test_no_module_is_part_of_a_cycle():
     """Within a room, too. What a package's own file hands on is its modules' business, not a cycle."""
     graph = {name: {module for module, _, _ in found if module != name} for name, found in IMPORTS.items()}
     for package in {name.rpartition(".")[0] for name in graph} & set(graph):

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offstage.activations.offload import offload_activations
-from offstage.lanes import accelerator as accelerator_lanes
 from offstage.lanes import lanes as copies
 from offstage.lanes.host_threads import HostThreads
 from offstage.lanes.lanes import Lane, copy_work
@@ -26,15 +25,6 @@ from tests.support.lives import CPU, end_step, offloaded_stack
 from tests.support.overlap import Net
 from tests.support.params import equal, result
 from tests.support.threaded_lanes import ThreadedLanes
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_urgent():
-    """What is announced is known to all lanes of a device, and to other tests."""
-    accelerator_lanes._urgent.clear()
-    yield
-    accelerator_lanes._urgent.clear()
-
 
 # Streams that are written down
 
@@ -203,6 +193,13 @@ def test_synchronize_waits_for_both_streams(written):
 # Urgent copies
 
 
+def beside(lanes):
+    """Lanes of another user of the same link."""
+    made = WrittenLanes()
+    made.priority = lanes.priority
+    return made
+
+
 def waits_of(name, lanes):
     stream, place = place_of(name, lanes)
     return [entry[1] for entry in stream.given[:place] if entry[0] == "wait"]
@@ -210,7 +207,7 @@ def waits_of(name, lanes):
 
 def test_what_can_wait_goes_behind_what_was_announced(written):
     """The other copies, and other lanes, do not."""
-    state = WrittenLanes()
+    state = beside(written)
     urgent = written.submit(Lane.FETCH, written.work("activation"), after={})
     written.prioritise(urgent)
     state.submit(Lane.FETCH, state.work("patient"), after={}, low_priority=True)
@@ -219,7 +216,7 @@ def test_what_can_wait_goes_behind_what_was_announced(written):
     assert urgent in waits_of("patient", state)
     assert waits_of("store", state) == []
     assert waits_of("update", state) == []
-    other = WrittenLanes()
+    other = beside(written)
     other.submit(Lane.FETCH, other.work("plain"), after={})
     assert waits_of("plain", other) == []
 
@@ -228,7 +225,7 @@ def test_only_the_last_announcement_counts(written):
     marks = [written.submit(Lane.FETCH, written.work(number), after={}) for number in range(3)]
     for mark in marks:
         written.prioritise(mark)
-    state = WrittenLanes()
+    state = beside(written)
     state.submit(Lane.FETCH, state.work("patient"), after={}, low_priority=True)
     assert waits_of("patient", state) == [marks[2]]  # which is behind the others
 
@@ -242,12 +239,12 @@ def test_an_announcement_that_is_still_promised_holds_nobody_up(written):
     """Only what its stream has been given goes first; as soon as it has, it does."""
     promise = Promise()
     written.prioritise(promise)
-    state = WrittenLanes()
+    state = beside(written)
     mark = state.submit(Lane.FETCH, state.work("too early"), after={}, low_priority=True)
     assert not isinstance(mark, Promise)
     assert waits_of("too early", state) == []
     event = Stream().record_event()
-    promise.keep(event)
+    promise.resolve(event)
     state.submit(Lane.FETCH, state.work("patient"), after={}, low_priority=True)
     assert event in waits_of("patient", state)
 
@@ -256,9 +253,9 @@ def test_an_announcement_that_failed_holds_nobody_up(written):
     """Going first is a matter of time only: work that can wait does not depend on it."""
     broken = Promise()
     written.prioritise(broken)
-    state = WrittenLanes()
+    state = beside(written)
     before = state.submit(Lane.FETCH, state.work("before it failed"), after={}, low_priority=True)
-    broken.fail(ZeroDivisionError("a copy of activations"))
+    broken.reject(ZeroDivisionError("a copy of activations"))
     after = state.submit(Lane.FETCH, state.work("after it failed"), after={}, low_priority=True)
     for mark in (before, after):
         state.wait(mark, "weights")

@@ -25,7 +25,7 @@ def noting(log, name):
 def test_a_promise_is_kept_with_its_mark():
     promise = Promise()
     assert not promise.is_over
-    promise.keep("mark")
+    promise.resolve("mark")
     assert promise.is_over
     assert promise.mark() == "mark"
     promise.wait()
@@ -33,7 +33,7 @@ def test_a_promise_is_kept_with_its_mark():
 
 def test_a_promise_is_broken_by_an_error():
     promise, error = Promise(), ZeroDivisionError("broken")
-    promise.fail(error)
+    promise.reject(error)
     assert promise.is_over
     promise.wait()  # nothing left to wait for; only who asks for the mark is told
     for _ in range(2):
@@ -42,7 +42,7 @@ def test_a_promise_is_broken_by_an_error():
         assert caught.value is error
 
 
-@pytest.mark.parametrize("end", [lambda promise: promise.keep(), lambda promise: promise.fail(ValueError())])
+@pytest.mark.parametrize("end", [lambda promise: promise.resolve(), lambda promise: promise.reject(ValueError())])
 def test_then_is_called_once_when_it_is_over(end):
     promise, log = Promise(), []
     promise.then(noting(log, "first"))
@@ -57,7 +57,7 @@ def test_then_is_called_once_when_it_is_over(end):
 def test_then_sees_the_promise_over():
     promise, seen = Promise(), []
     promise.then(lambda: seen.append((promise.is_over, promise.mark())))
-    promise.keep(7)
+    promise.resolve(7)
     assert seen == [(True, 7)]
 
 
@@ -65,7 +65,7 @@ def test_then_may_ask_for_more():
     """What is asked for while it ends is called too, without waiting for itself."""
     promise, log = Promise(), []
     promise.then(lambda: promise.then(noting(log, "more")))
-    promise.keep()
+    promise.resolve()
     assert log == ["more"]
 
 
@@ -76,7 +76,7 @@ def test_others_wait_until_it_is_over():
         thread.start()
     time.sleep(0.01)
     assert found == []
-    promise.keep("mark")
+    promise.resolve("mark")
     for thread in threads:
         thread.join(10)
     assert found == ["mark"] * 4
@@ -85,7 +85,7 @@ def test_others_wait_until_it_is_over():
 def test_acts_run_in_the_thread_that_ends_it():
     promise, ran_in = Promise(), []
     promise.then(lambda: ran_in.append(threading.current_thread()))
-    ender = threading.Thread(target=promise.keep)
+    ender = threading.Thread(target=promise.resolve)
     ender.start()
     ender.join(10)
     assert ran_in == [ender]
@@ -96,9 +96,9 @@ def test_acts_run_in_the_thread_that_ends_it():
 
 def test_nothing_to_wait_for():
     over = Promise()
-    over.keep()
+    over.resolve()
     for promises in ([], [over]):
-        made = promised_after(promises, lambda promise: promise.keep("done"))
+        made = promised_after(promises, lambda promise: promise.resolve("done"))
         assert made.mark() == "done"
 
 
@@ -108,30 +108,30 @@ def test_after_the_last_of_several(order):
 
     def act(promise):
         calls.append(1)
-        promise.keep("done")
+        promise.resolve("done")
 
     made = promised_after(promises, act)
     for number in order[:-1]:
-        promises[number].keep()
+        promises[number].resolve()
         assert not made.is_over
-    promises[order[-1]].keep()
+    promises[order[-1]].resolve()
     assert made.mark() == "done"
     assert calls == [1]
 
 
 def test_the_same_promise_twice():
     promise = Promise()
-    made = promised_after([promise, promise], lambda made: made.keep("done"))
-    promise.keep()
+    made = promised_after([promise, promise], lambda made: made.resolve("done"))
+    promise.resolve()
     assert made.mark() == "done"
 
 
 def test_an_act_may_keep_it_later():
     first, held = Promise(), []
     made = promised_after([first], held.append)
-    first.keep()
+    first.resolve()
     assert not made.is_over
-    held[0].keep("later")
+    held[0].resolve("later")
     assert made.mark() == "later"
 
 
@@ -142,7 +142,7 @@ def test_what_an_act_raises_breaks_the_promise():
         raise ZeroDivisionError("act")
 
     made = [promised_after([], act), promised_after([first], act)]
-    first.keep()  # does not raise here: this may be a thread of the host
+    first.resolve()  # does not raise here: this may be a thread of the host
     for promise in made:
         with pytest.raises(ZeroDivisionError, match="act"):
             promise.mark()
@@ -150,11 +150,11 @@ def test_what_an_act_raises_breaks_the_promise():
 
 def test_a_broken_promise_breaks_those_that_need_its_mark():
     first, log = Promise(), []
-    second = promised_after([first], lambda promise: promise.keep(first.mark()))
-    third = promised_after([second], lambda promise: promise.keep(second.mark()))
-    other = promised_after([first], lambda promise: (log.append("ran"), promise.keep("other")))
+    second = promised_after([first], lambda promise: promise.resolve(first.mark()))
+    third = promised_after([second], lambda promise: promise.resolve(second.mark()))
+    other = promised_after([first], lambda promise: (log.append("ran"), promise.resolve("other")))
     error = ZeroDivisionError("the root")
-    first.fail(error)
+    first.reject(error)
     for promise in (first, second, third):
         with pytest.raises(ZeroDivisionError) as caught:
             promise.mark()
@@ -171,11 +171,11 @@ def test_races_between_asking_and_ending():
 
         def end(promise, gate=gate):
             gate.wait()
-            promise.keep()
+            promise.resolve()
 
         def ask(promises=promises, calls=calls, made=made, gate=gate):
             gate.wait()
-            made.append(promised_after(promises, lambda one: (calls.append(1), one.keep("done"))))
+            made.append(promised_after(promises, lambda one: (calls.append(1), one.resolve("done"))))
 
         threads = [threading.Thread(target=end, args=(promise,)) for promise in promises]
         threads += [threading.Thread(target=ask) for _ in range(2)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ExternalWrites`: tells the user once that someone else writes weights that have masters. Used by `engine.py`."""
+"""`ExternalWrites`: logs once that weights with masters were written from outside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("offstage")
 
 
 class ExternalWrites:
-    """Brings the count of weights written by others to the host without waiting for it, and logs it once."""
+    """Brings the count of weights written from outside to the host without waiting for it, and logs it once."""
 
     def __init__(self, rule: Rule, device: torch.device) -> None:
         self._rule, self._device = rule, device
@@ -30,7 +30,7 @@ class ExternalWrites:
         self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type != "cpu")
 
     def carry_on(self, other: ExternalWrites) -> None:
-        """This watch takes the place of `other`: what was said once is not said again."""
+        """This one takes the place of `other`: what was logged once is not logged again."""
         self._logged = other._logged
 
     def forget(self) -> None:

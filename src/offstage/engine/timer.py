@@ -11,7 +11,7 @@ from offstage.lanes.lanes import Lane, Lanes
 
 
 class StepTimer:
-    """Stamps of one device's last step. Taking them makes nobody wait; reading them does."""
+    """Stamps of one device's last step. Taking them waits for nothing; reading them does."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offstage.lanes.host_threads import HostThreads, Slice
-from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work, pieces_of
+from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Priority, Work, pieces_of
 from offstage.lanes.promises import Promise, promised_after
 
 _MOST_UNDER_WAY = 112
@@ -32,6 +32,7 @@ class AcceleratorLanes(Lanes):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.priority = Priority()
         queues = [lane for lane in Lane if lane not in (Lane.CALLER, Lane.HOST)]
         self._queues: dict[Lane, _Streams] = {
             lane: _Streams(device, 2 if lane in _TAKES_TURNS else 1) for lane in queues

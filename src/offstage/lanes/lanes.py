@@ -76,7 +76,7 @@ class Lanes(ABC):
     """True where declared buffers are looked at: callers may skip collecting them otherwise."""
     threads: HostThreads
     """The host lane's workers; set by the user of the lanes."""
-    priority = Priority()
+    priority: Priority
     """Set by the link: lanes of several users share it."""
 
     @abstractmethod

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals: what cannot be offloaded, said once and clearly before anything moved. Called by `optimizer.py`."""
+"""Refusals: what cannot be offloaded, said once and clearly before anything moved."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections that Ctrl-C must not cut in two. Used by `optimizer.py` around updates and loads."""
+"""Sections that Ctrl-C must not cut in two."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """Adam and AdamW for host tensors, in numba: the formula of `adamw_triton.py` with the same roundings.
 
 bf16 travels as uint16 and fp16 as int16, so that the array type alone picks the conversion. The loops index with
-unsigned integers over sliced arrays: with signed ones LLVM does not vectorise them. Called by `adamw.py`.
+unsigned integers over sliced arrays: with signed ones LLVM does not vectorise them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _update(
     start, stop, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, expected, observed, fresh,
     coefficients, beta1, beta2, weight_decay, eps, maximize, decoupled,
 ):  # fmt: skip
-    """One pass over elements `[start, stop)`. Returns how many of the weights someone else has written."""
+    """One pass over elements `[start, stop)`. Returns how many of the weights were written from outside."""
     weight, grad = weight[start:stop], grad[start:stop]
     exp_avg, exp_avg_sq = exp_avg[start:stop], exp_avg_sq[start:stop]
     rewritten = expected[0] != observed[0] if expected is not None else False
@@ -249,7 +249,7 @@ def prepare(
 ) -> Callable[[int, int], int]:
     """A function that updates elements `[start, stop)` of these tensors in place, in any thread.
 
-    It returns how many of the weights someone else has written. Threads take turns with everything but the pass
+    It returns how many of the weights were written from outside. Threads take turns with everything but the pass
     itself, so all that can be done before is done here. `coefficients` and `prints` are read when it is called.
     """
     arguments = (
@@ -287,7 +287,7 @@ def update(
 ) -> int:
     """One piece of one parameter: weight, moments and master in place.
 
-    Returns how many weights someone else has written, and adds it to `foreign`.
+    Returns how many weights were written from outside, and adds it to `foreign`.
     """
     piece = prepare(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, **options)
     found = piece(0, weight.numel())

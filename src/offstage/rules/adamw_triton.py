@@ -2,7 +2,7 @@
 """Adam and AdamW for accelerator tensors, in Triton: the same bits as `torch.optim.AdamW(fused=True)` on CUDA.
 
 Every operation is written with the rounding it must have (`fma`, `div_rn`, `sqrt_rn`, fusion off), so that
-`adamw_host.py` can repeat it bit for bit. Called by `adamw.py`, on the update lane.
+`adamw_host.py` can repeat it bit for bit.
 
 [Note: bits of a bf16] Conversions to bf16 are done on integers (round to nearest even, any NaN becomes 0x7FC0):
 hardware and software conversions agree on numbers and disagree on NaN payloads.
@@ -71,13 +71,13 @@ def adamw_kernel(
     coefficients_ptr,  # [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)]
     expected_ptr,  # split: the weight's fingerprint after our last write
     observed_ptr,  # split: its fingerprint now
-    foreign_ptr,  # elements whose weight was written by someone else
+    foreign_ptr,  # elements whose weight was written from outside
     beta1,
     beta2,
     weight_decay,
     eps,
     numel,
-    fresh,  # no state yet: the master starts from the weight, and that is nobody's doing
+    fresh,  # no state yet: the master starts from the weight, and that counts as no write
     MASTER: tl.constexpr,
     AMSGRAD: tl.constexpr,
     MAXIMIZE: tl.constexpr,

@@ -8,7 +8,7 @@ which is never negative otherwise. NaN masters become the bf16 NaN with low bits
 
 The rules do this inside their kernels; this module is the same on whole host tensors, for checkpoints.
 
-[Note: who wrote the weight] With fp32 masters a weight that is not its rounded master was written by someone else:
+[Note: who wrote the weight] With fp32 masters a weight that is not its rounded master was written from outside:
 the update sees it per element and the weight wins. A split master always rounds to whatever weight is there, so
 there the rule keeps a fingerprint of each parameter's weight; if it has changed, that parameter's masters restart
 from its weights. Neither needs `_version`, which misses `.data` writes and moves when nothing changed.

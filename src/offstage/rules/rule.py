@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: the arithmetic of one optimizer family on pieces of parameters. Called by `engine.py`."""
+"""What a rule is: the arithmetic of one optimizer family on pieces of parameters."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ParamUpdate:
     on_host: bool = False
     """The CPU updates it."""
     updated: int = 0
-    """How many elements have been updated, or weights_up; counted on the lane that does it."""
+    """How many elements have been updated, or sent up; counted on the lane that does it."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """What the update made of the parameter's scalars."""
     created: frozenset[str] = frozenset()
@@ -189,7 +189,7 @@ class Rule(ABC):
     """Whether it looks at whole parameters, so that a shard is not enough."""
     title = "this optimizer"
     external_on_host = 0
-    """How many weights someone else wrote, as seen by updates on the host."""
+    """How many weights were written from outside, as seen by updates on the host."""
     _counting = threading.Lock()
 
     names: frozenset[str] = frozenset({MASTER_KEY})
@@ -265,5 +265,5 @@ class Rule(ABC):
         return True
 
     def external_writes(self, device: torch.device) -> torch.Tensor | None:
-        """How many weights someone else wrote between our steps ([Note: who wrote the weight]), counted on `device`."""
+        """How many weights were written from outside between our steps ([Note: who wrote the weight]), on `device`."""
         return None
