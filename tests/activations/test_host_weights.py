@@ -1194,7 +1194,7 @@ def test_a_host_budget_that_is_too_small():
 def test_nothing_that_could_leave():
     with pytest.raises(ConfigError, match=r"no parameter of 3 layers can leave.*min_bytes=1\.0 MiB"):
         offload_activations(transformer(), weights=True)
-    with pytest.raises(ConfigError, match="expected one of them"):
+    with pytest.raises(ConfigError, match="expected at least one of them"):
         offload_activations(transformer(), activations=False)
     with pytest.raises(ConfigError, match="weights expects True or False; found 'yes'"):
         offload_activations(transformer(), weights="yes")

@@ -525,9 +525,9 @@ def test_a_read_that_is_overtaken_is_read_again(kind):
     reader = threading.Thread(target=snapshot._read, args=(chunk, "exp_avg", start, stop, Target()))
     reader.start()
     assert half.wait(LONGEST_S)
-    mark = snapshot.preserve(chunk, engine.lanes)
+    mark = snapshot.preserve(chunk.number, engine.transport.lanes)
     if mark is not None:
-        engine.lanes.wait_on_host(mark, "test: the chunk is copied")
+        engine.transport.lanes.wait_on_host(mark, "test: the chunk is copied")
     arena[start:stop].fill_(7.0)
     over.set()
     reader.join(LONGEST_S)
@@ -773,10 +773,10 @@ def test_the_memory_of_a_save_that_is_over_is_given_back(plan, slow, monkeypatch
     model, optimizer = deep_after(2, SETTINGS[plan])
     arenas, chunks = recorded_arenas(monkeypatch), []
 
-    def preserve(snapshot, chunk, lanes, real=Snapshot.preserve):
-        mark = real(snapshot, chunk, lanes)
-        if chunk.number in snapshot._units:
-            chunks.extend(weakref.ref(copied) for copied in snapshot._units[chunk.number].copies.values())
+    def preserve(snapshot, number, lanes, real=Snapshot.preserve):
+        mark = real(snapshot, number, lanes)
+        if number in snapshot._units:
+            chunks.extend(weakref.ref(copied) for copied in snapshot._units[number].copies.values())
         return mark
 
     monkeypatch.setattr(Snapshot, "preserve", preserve)
@@ -1739,7 +1739,8 @@ checkpoint.save(folder / "large", model, optimizer)
 loading.master_weights.split = watched
 before = peak = anonymous_bytes()
 checkpoint.load(folder / "large", model, optimizer)
-print(peak - before, sum(held.nbytes for held in runtime_of(optimizer).all_states()))
+from offstage.optimizer.optimizer import runtime_of
+print(peak - before, sum(state.nbytes for state in runtime_of(optimizer).all_states()))
 checkpoint.async_save(folder / "last", model, optimizer)
 step(model, optimizer)
 """

@@ -209,7 +209,7 @@ def test_what_is_under_way_when_a_step_is_lost_does_not_overwrite_what_is_loaded
         FINDERS[found_by](model, optimizer)
     model.load_state_dict(weights)
     later.join()
-    for promise in engine.lanes._promises:
+    for promise in engine.transport.lanes._promises:
         promise.wait()
     assert len(chunks) > 1
     assert equal([param.detach() for param in model.parameters()], list(weights.values()))
@@ -314,7 +314,7 @@ def test_work_under_way_is_finished_first(how):
     iterate(model, optimizer, range(2, 3))
     ours = host_threads() - before
     assert len(ours) == 4
-    assert any(not promise.is_over for promise in runtime_of(optimizer).places.engines[CPU].lanes._promises)
+    assert any(not promise.is_over for promise in runtime_of(optimizer).places.engines[CPU].transport.lanes._promises)
     if how == "close":
         optimizer.close()
         assert runtime_of(optimizer).places.engines[CPU].transport.host_updates.nbytes == 0
@@ -370,6 +370,7 @@ with with_threads():
         torch.optim.AdamW(model.parameters()), model, min_bytes=0, chunk_bytes="16KiB", update_on="host", threads=4,
         overlap_forward=True,
     )
+from offstage.optimizer.optimizer import runtime_of
 rule = runtime_of(optimizer).rule
 slices_of = rule.slices
 ran = []

@@ -127,7 +127,7 @@ def test_a_dropped_optimizer_frees_its_memory_at_once(config):
     try:
         optimizer = offstage.offload(adamw(model.parameters()), model, **config)
         iterate(model, optimizer, range(3))
-        host = runtime_of(optimizer).places.engines[CPU].arenas.states[0][0]
+        host = runtime_of(optimizer).places.engines[CPU].arenas.sets[0]
         gone = [weakref.ref(one) for one in (optimizer, *host.arenas.values())]
         del optimizer, host
         assert [ref() for ref in gone] == [None] * len(gone)

@@ -221,7 +221,7 @@ class OutOfSlots:
 
 def test_a_budget_that_does_not_fit_names_one_that_would():
     model, optimizer = small(device_budget="64KiB", chunk_bytes="16KiB")
-    lanes = runtime_of(optimizer).engines[0].lanes
+    lanes = runtime_of(optimizer).engines[0].transport.lanes
     lanes.empty = OutOfSlots(lanes, 2)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         step_of(model, optimizer)

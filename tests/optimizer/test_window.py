@@ -24,11 +24,11 @@ SEEDS = pytest.mark.parametrize("seed", [None, 0, 1, 2])
 
 
 def pipeline_of(optimizer):
-    return runtime_of(optimizer).places.engines[CPU]._pipeline
+    return runtime_of(optimizer).places.engines[CPU].transport.pipeline
 
 
 def num_chunks(optimizer):
-    return runtime_of(optimizer).places.engines[CPU].num_chunks
+    return runtime_of(optimizer).places.engines[CPU].arenas.num_streamed_chunks
 
 
 # How wide, and when

@@ -298,7 +298,7 @@ def assert_nothing_left(training: Training) -> None:
         assert not block._forward_hooks
         assert not block._forward_pre_hooks or training.optimizer.config.overlaps
     for engine in runtime_of(training.optimizer).engines:
-        assert not {"submit", "submit_on_host", "empty"} & vars(engine.lanes).keys()
+        assert not {"submit", "submit_on_host", "empty"} & vars(engine.transport.lanes).keys()
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     assert not training.optimizer._optimizer_step_post_hooks
 
