@@ -114,8 +114,9 @@ class OffloadConfig:
 
     window: int | str = 0
     """Extra device memory in which chunks may wait: fetched ahead during backward, stored during the next forward.
-    ``"auto"``: the memory that `device_peak` leaves. ``"all"``: all state is on the device for the step and leaves
-    again during the next forward."""
+    ``"all"``: all state is on the device for the step and leaves again during the next forward, which pays where
+    activations fill the device. ``"auto"``: the memory that `device_peak` leaves. A size is deprecated: a lower
+    `fraction` takes the same device memory, is as fast, and moves less."""
 
     overlap_forward: bool = False
     """`step()` does not wait for the updates: each module's forward waits for its own weights only. Needs the model.

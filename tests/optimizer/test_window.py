@@ -3,6 +3,7 @@
 
 import contextlib
 import logging
+import warnings
 
 import pytest
 import torch
@@ -32,6 +33,17 @@ def num_chunks(optimizer):
 
 
 # How wide, and when
+
+
+@pytest.mark.parametrize(("window", "warned"), [("64KiB", 1), ("all", 0), (0, 0)])
+def test_a_size_is_deprecated(window, warned):
+    """At equal peak a lower fraction does as well in every row of benchmarks/results/window.jsonl."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        offloaded(window=window)
+    texts = [str(one.message) for one in found if one.category is DeprecationWarning]
+    assert len(texts) == warned
+    assert all("lower fraction" in text for text in texts)
 
 
 def test_it_opens_with_backward():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from offstage.activations.host_weights import is_host_weight
-from offstage.config import OffloadConfig, format_size
+from offstage.config import WINDOWS, OffloadConfig, format_size
 from offstage.errors import ConfigError, OffstageError
 from offstage.optimizer import state_dict as state_dicts
 from offstage.optimizer.checks import check_no_duplicates, check_optimizer, check_param
@@ -43,7 +44,16 @@ def offload(
     `overlap_forward` needs. `overrides` are fields of `OffloadConfig`.
     """
     check_optimizer(optimizer, model)
-    return OffloadedOptimizer(optimizer, model, OffloadConfig.build(config, overrides))
+    built = OffloadConfig.build(config, overrides)
+    if built.window and built.window not in WINDOWS:
+        warnings.warn(
+            f"window={format_size(int(built.window))}: a window of a given size is deprecated. A lower fraction takes "
+            "the same device memory, is as fast and moves less. Use fraction, or window='all' where activations fill "
+            "the device.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    return OffloadedOptimizer(optimizer, model, built)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
