@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that `offload_activations()` leaves on a model, and those of other code on the tensors that autograd saves.
+"""Hooks on modules and parameters that keep nothing alive, and those of other code on the tensors that autograd saves.
 
 Of hooks on saved tensors autograd calls the innermost only, so two offloads on the same tensors would not know of each
 other: all but checkpointing are refused.
@@ -13,28 +13,63 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from offstage.errors import ConfigError
 
 
 class Hook:
-    """A hook on a module. A copy of the module, or one that is loaded from a file, has one that does nothing."""
+    """Calls a method of an object that it does not keep alive. A copy (of the module it hangs on) does nothing."""
 
-    def __init__(self, method: Callable[..., None] | None = None) -> None:
+    def __init__(self, method: Callable[..., None] | None = None, *arguments: Any) -> None:
+        """`arguments`: given to the method in place of the hook's own."""
         self._method = None if method is None else weakref.WeakMethod(method)
-        # Made here: importing offstage must not import the compiler.
-        self._refuse_compiled = None if method is None else torch.compiler.disable(_refuse_compiled)  # type: ignore[no-untyped-call]
+        self._arguments = arguments
 
     def __call__(self, *arguments: Any) -> None:
-        if torch.compiler.is_compiling() and self._refuse_compiled is not None:
-            self._refuse_compiled()
+        if torch.compiler.is_compiling():
+            self._in_compiled_region()
+            return
         method = self._method() if self._method is not None else None
         if method is not None:
-            method(*arguments)
+            method(*(self._arguments or arguments))
+
+    def _in_compiled_region(self) -> None:
+        """Nothing of ours can run inside a region that was compiled with the hook in it."""
 
     def __reduce__(self) -> Any:
         return Hook, ()
+
+
+class LayerHook(Hook):
+    """One that refuses to be compiled."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        super().__init__(method)
+        # Made here: importing offstage must not import the compiler.
+        self._refuse_compiled = torch.compiler.disable(_refuse_compiled)  # type: ignore[no-untyped-call]
+
+    def _in_compiled_region(self) -> None:
+        self._refuse_compiled()
+
+
+def running_backward() -> int | None:
+    """Which backward runs in this thread: checkpointing runs forwards again in it."""
+    task = torch._C._current_graph_task_id()
+    return None if task == -1 else task
+
+
+def after_backward(act: Callable[[], None]) -> None:
+    """Have `act` called when the backward that runs in this thread comes to its end; never, if it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def uses_ddp(model: nn.Module | None = None) -> bool:
+    """Whether `model` has a part that DistributedDataParallel wraps; without one, whether such a forward is running."""
+    if model is None:
+        return DistributedDataParallel._active_ddp_module is not None
+    return any(isinstance(module, DistributedDataParallel) for module in model.modules())
 
 
 def _refuse_compiled() -> None:

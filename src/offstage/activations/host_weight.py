@@ -26,6 +26,7 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from offstage.activations.hooks import running_backward
 from offstage.errors import ConfigError, OffstageError
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.memory.arena import Arena
@@ -174,7 +175,7 @@ class HostWeight:
         """Autograd is about to accumulate: what is there already is on the host, and waits."""
         if self._coming is not None:
             # Reentrant checkpointing brings a gradient in parts. One of another backward is of one that failed.
-            self.settle() if self._coming.task == torch._C._current_graph_task_id() else self.forget()
+            self.settle() if self._coming.task == running_backward() else self.forget()
         self._sum, self.param.grad = self.param.grad, None
 
     def take_gradient(self) -> int:
@@ -198,7 +199,9 @@ class HostWeight:
             reads=[source],
             writes=[target],
         )
-        self._coming = _Coming(grad, host, stored, torch._C._current_graph_task_id())
+        task = running_backward()
+        assert task is not None
+        self._coming = _Coming(grad, host, stored, task)
         return grad.nbytes
 
     def let_gradient_go(self) -> None:

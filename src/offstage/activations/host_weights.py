@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offstage.activations.hooks import after_backward, running_backward, uses_ddp
 from offstage.activations.host_weight import HostWeight
 from offstage.config import ActivationConfig, format_size
 from offstage.errors import ConfigError, HostMemoryError, OffstageError
@@ -55,11 +55,11 @@ class HostWeights:
         """Layers whose weights are on the device, or on their way."""
         self._waits: list[HostWeight] = []
         """With gradients on their way."""
-        self._task = -1
+        self._task: int | None = None
         self._is_closed = False
         self._hooks: list[Any] = []
         self._hooked: set[HostWeight] = set()
-        _refuse_ddp(any(isinstance(module, DistributedDataParallel) for module in model.modules()))
+        _refuse_ddp(uses_ddp(model))
         names = {param: name for name, param in model.named_parameters()}
         chosen = {layer: _movable(model, layer, config, names) for layer in layers}
         _check_memory(chosen, config)
@@ -83,9 +83,9 @@ class HostWeights:
 
     def begin(self) -> None:
         """The model's forward begins."""
-        if _in_backward():
+        if running_backward() is not None:
             return
-        _refuse_ddp(DistributedDataParallel._active_ddp_module is not None)
+        _refuse_ddp(uses_ddp())
         self._clean_up()
         self._running = []
         for layer in self._order[: self._prefetch]:
@@ -95,12 +95,14 @@ class HostWeights:
         """A layer is about to run: its parameters are on the device."""
         if layer not in self._weights:
             return
-        if self._task != -1 and not _in_backward():  # one has failed, and left copies of weights as they were then
+        if (
+            self._task is not None and running_backward() is None
+        ):  # one has failed, and left copies of weights as they were then
             self._clean_up()
         self._hook(layer)
         for weight in self._weights[layer]:
             weight.adopt()
-        if _in_backward():  # a checkpoint runs it again
+        if running_backward() is not None:  # a checkpoint runs it again
             self.reached(layer)
         else:
             self._running.append(layer)
@@ -115,14 +117,14 @@ class HostWeights:
         """A layer has run, or raised: its parameters are on the host. `in_forward`: of the model."""
         for weight in self._weights.get(layer, ()):
             weight.swap_out()
-        if layer in self._weights and not _in_backward():
+        if layer in self._weights and running_backward() is None:
             self._drop(layer)
             if not in_forward:
                 self._let_write()
 
     def end(self) -> None:
         """The model's forward is over."""
-        if not _in_backward():
+        if running_backward() is None:
             self._order = self._running
             for layer in list(self._here):
                 self._drop(layer)
@@ -191,17 +193,17 @@ class HostWeights:
         self.bytes_stored += weight.take_gradient()
 
     def _notice_end(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task not in (-1, self._task):
+        task = running_backward()
+        if task not in (None, self._task):
             self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._clean_up, task))
+            after_backward(functools.partial(self._clean_up, task))
 
     def _clean_up(self, ended: int | None = None) -> None:
         """Every parameter is a host tensor with its gradient, and nothing is under way.
 
         `ended`: the backward that is over. Without it, all that is left is of one that did not come to its end.
         """
-        self._task, self._reached = -1, None
+        self._task = self._reached = None
         for weights in self._weights.values():
             for weight in weights:
                 weight.swap_out()
@@ -268,10 +270,6 @@ class SavedWeight:
 def _is_ours(hook: Any) -> bool:
     """Our optimizers' hooks only note that a gradient has arrived, and do not read it."""
     return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("offstage.")
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _before_gradient(owner: weakref.ref[HostWeights], weight: HostWeight) -> None:

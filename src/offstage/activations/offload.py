@@ -26,7 +26,14 @@ from torch import nn
 
 from offstage.activations.device import DeviceActivations
 from offstage.activations.forward_pass import ForwardPass, frames
-from offstage.activations.hooks import Hook, ModelAnchor, Recomputing, is_recomputed, refuse_other_hooks
+from offstage.activations.hooks import (
+    LayerHook,
+    ModelAnchor,
+    Recomputing,
+    is_recomputed,
+    refuse_other_hooks,
+    running_backward,
+)
 from offstage.activations.host_weights import HostWeights, SavedWeight
 from offstage.activations.layers import (
     ORDINARY,
@@ -134,11 +141,11 @@ class ActivationOffload:
 
     def _bind(self, model: nn.Module) -> None:
         """Hooks know this object weakly: the model keeps it alive by its anchor, and copies of the model do not."""
-        self._handles.append(model.register_forward_pre_hook(Hook(self._begin), prepend=True))
-        self._handles.append(model.register_forward_hook(Hook(self._end), always_call=True))
+        self._handles.append(model.register_forward_pre_hook(LayerHook(self._begin), prepend=True))
+        self._handles.append(model.register_forward_hook(LayerHook(self._end), always_call=True))
         for layer in dict.fromkeys(self._layers):
-            self._handles.append(layer.register_forward_pre_hook(Hook(self._enter), with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(Hook(self._leave), always_call=True))
+            self._handles.append(layer.register_forward_pre_hook(LayerHook(self._enter), with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(LayerHook(self._leave), always_call=True))
             if self._measurements is not None:
                 self._handles.append(Recomputing(layer, self._recomputes))
 
@@ -147,7 +154,7 @@ class ActivationOffload:
 
         Waits for the device.
         """
-        if self._weights is not None and torch._C._current_graph_task_id() != -1:
+        if self._weights is not None and running_backward() is not None:
             raise OffstageError(
                 "remove() was called in backward, which needs weights that live on the host; expected it before or "
                 "after. Call it when backward is over."

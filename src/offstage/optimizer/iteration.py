@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from offstage.activations.hooks import after_backward, running_backward
 from offstage.config import Placement
 from offstage.engine.engine import Engine
 from offstage.errors import StepLostError
@@ -141,10 +142,10 @@ class Iteration:
 
     def notice_end_of_backward(self) -> None:
         """Find out whether this backward comes to its end: if it fails, autograd does not call back."""
-        task = torch._C._current_graph_task_id()
-        if task not in self._unfinished:
+        task = running_backward()
+        if task is not None and task not in self._unfinished:
             self._unfinished.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._unfinished.discard(task))
+            after_backward(lambda: self._unfinished.discard(task))
 
     def what_changed(self, groups: Groups, defaults: dict[str, Any]) -> str | None:
         """Why the updates in backward are not those of this step, if so."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+
+from offstage.activations.hooks import Hook
 
 
 class Listener(Protocol):
@@ -53,10 +55,12 @@ class Hooks:
     def bind(self, params: Sequence[torch.Tensor]) -> None:
         """Hook `params` and the modules that own them. Those bound before stay as they are."""
         new = [param for param in params if param not in self._bound]
+        listener = self._listener()
+        assert listener is not None
         for param in params:
             if param.requires_grad and param.is_leaf and param not in self._hooked:
                 self._hooked.add(param)
-                hook = _Hook(self._listener, "gradient_ready", ())
+                hook = Hook(listener.gradient_ready)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         model = self._model() if self._model is not None else None
         if model is not None and new:
@@ -64,21 +68,21 @@ class Hooks:
             for name, module, owned in _regions(model):
                 ours = [param for param in owned if param in wanted]
                 if ours:
-                    self._bind_module(name, module, ours)
+                    self._bind_module(listener, name, module, ours)
         self._bound.update(new)
 
-    def _bind_module(self, name: str, module: nn.Module, params: list[torch.Tensor]) -> None:
+    def _bind_module(self, listener: Listener, name: str, module: nn.Module, params: list[torch.Tensor]) -> None:
         self.module_of.update((param, name) for param in params)
-        forward = _Hook(self._listener, "before_forward", (params, name))
+        forward = Hook(listener.before_forward, params, name)
         if module._compiled_call_impl is not None:
             # Compiled in place: a hook would be traced into the region, so the call itself is wrapped.
             self._handles.append(_WrappedCall(module, forward))
         else:
             # First of all hooks: others may read the weights.
             self._handles.append(module.register_forward_pre_hook(forward, prepend=True))
-        read = _Hook(self._listener, "before_read", (params,))
+        read = Hook(listener.before_read, params)
         self._handles.append(module.register_state_dict_pre_hook(read))  # type: ignore[no-untyped-call]
-        load = _Hook(self._listener, "before_load", (params,))
+        load = Hook(listener.before_load, params)
         self._handles.append(module.register_load_state_dict_pre_hook(load))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
@@ -88,35 +92,10 @@ class Hooks:
         self._hooked.clear()
 
 
-class _Hook:
-    """A hook that calls one method of the listener, if that still exists. A copy does nothing."""
-
-    def __init__(self, listener: weakref.ref[Listener], method: str, arguments: tuple[Any, ...]) -> None:
-        self._listener, self._method, self._arguments = listener, method, arguments
-
-    def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return  # inside a region compiled after offload(): nothing here can run, and `Overlap` finds out
-        listener = self._listener()
-        if listener is not None:
-            getattr(listener, self._method)(*(self._arguments or args[:1]))
-
-    def __reduce__(self) -> Any:
-        return _make_ignoring, ()
-
-
-def _make_ignoring() -> Callable[..., None]:
-    return _ignore
-
-
-def _ignore(*args: Any) -> None:
-    pass
-
-
 class _WrappedCall:
     """The call of a module compiled in place, with a cue in front; `remove` puts the call back."""
 
-    def __init__(self, module: nn.Module, cue: _Hook) -> None:
+    def __init__(self, module: nn.Module, cue: Hook) -> None:
         self._module, self._cue = weakref.ref(module), cue
         self.inner, self.removed = module._compiled_call_impl, False
         module._compiled_call_impl = self

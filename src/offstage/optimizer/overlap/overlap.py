@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 
+from offstage.activations.hooks import running_backward, uses_ddp
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
 from offstage.errors import ConfigError, OffstageError, StepLostError
@@ -188,7 +188,7 @@ class Overlap:
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """The caller's stream waits for the updates of this module's weights, and for nothing else."""
         if self._config.update_in_backward:
-            _refuse_ddp(DistributedDataParallel._active_ddp_module is not None)
+            _refuse_ddp(uses_ddp())
             self._refuse_forward(params, module)
         if self._off:
             return
@@ -254,7 +254,7 @@ class Overlap:
     def _refuse_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """Between backward and step() some weights are new and some are old."""
         iteration = self._owner.iteration
-        if torch._C._current_graph_task_id() != -1:  # inside backward, where checkpointing runs forwards again
+        if running_backward() is not None:  # checkpointing runs forwards again
             if any(param in iteration.early for param in params):
                 raise OffstageError(
                     f"Checkpointing ran the forward of {module!r} again after update_in_backward=True had updated it, "
@@ -388,7 +388,7 @@ def _refuse_model(config: OffloadConfig, model: nn.Module | None) -> None:
             "Call offload(optimizer, model, window='all'), or give window as a size."
         )
     if config.update_in_backward and model is not None:
-        _refuse_ddp(any(isinstance(module, DistributedDataParallel) for module in model.modules()))
+        _refuse_ddp(uses_ddp(model))
     if config.overlap_forward and isinstance(model, nn.DataParallel):
         raise ConfigError(
             "overlap_forward=True lets modules wait for their own weights; nn.DataParallel copies all weights "
