@@ -58,6 +58,10 @@ class Link:
                 self._rates[pin] = 0.0
         return self._rates[pin]
 
+    def remember(self, gb_per_s: float) -> None:
+        """The rate of pinned memory was measured elsewhere, just now."""
+        self._rates[True] = gb_per_s
+
 
 class _Links:
     """The links of all devices, and which lanes they make."""

@@ -43,19 +43,21 @@ _IN_CACHE_CALLS = 400
 def measure_rates(device: torch.device, threads: int, host_free: int, device_free: int) -> dict[str, Any]:
     """The rates of a `Machine`, by field name. Uses at most 1 GiB of host and 0.5 GiB of device memory."""
     with use_lanes(None):  # not the lanes of a test
-        lanes = link_for(device).lanes()
+        link = link_for(device)
+        lanes = link.lanes()
     with on_device(device):
         if device.type != "cpu":
             torch.accelerator.synchronize(device)  # start the driver and finish earlier work before anything is timed
         arena, pin_rate = _pin(device, threads, min(_ARENA_BYTES, host_free // _SHARE_OF_FREE))
         try:
-            link = _link_and_device(lanes, arena, min(_DEVICE_BYTES, device_free // _SHARE_OF_FREE))
+            copies = _link_and_device(lanes, arena, min(_DEVICE_BYTES, device_free // _SHARE_OF_FREE))
+            link.remember(copies["link_duplex_gb_per_s"])
             updates, limit = _host_updates(arena, threads)
             dram = max(_streaming(arena, threads), *updates.values())
         finally:
             arena.close()
     if device.type == "cpu":
-        link["device_gb_per_s"] = dram  # the same memory
+        copies["device_gb_per_s"] = dram  # the same memory
     else:
         torch.accelerator.empty_cache()  # return the memory to other processes
     return {
@@ -63,7 +65,7 @@ def measure_rates(device: torch.device, threads: int, host_free: int, device_fre
         "dram_gb_per_s": dram,
         "host_update_gb_per_s": updates,
         "host_update_gparam_limit": limit,
-        **link,
+        **copies,
     }
 
 
