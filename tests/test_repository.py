@@ -61,3 +61,19 @@ def test_public_names():
     }
     assert issubclass(offstage.ConfigError, ValueError)
     assert issubclass(offstage.ConfigError, offstage.OffstageError)
+
+
+def test_the_optimizer_has_torchs_methods_and_the_public_ones():
+    import torch
+
+    import offstage
+
+    public = {"accumulate", "clip_grad_norm_", "close", "config", "evict", "plan", "prefetch", "receipt", "replan"}
+    public |= {"synchronize", "state"}
+    found = {name for name in dir(offstage.OffloadedOptimizer) if not name.startswith("_")}
+    torchs = {name for name in dir(torch.optim.Optimizer) if not name.startswith("_")}
+    assert found == torchs | public
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    optimizer = offstage.offload(torch.optim.AdamW(params), min_bytes=0)
+    plain = torch.optim.AdamW(params)
+    assert vars(optimizer).keys() - vars(plain).keys() == {"_runtime"}
