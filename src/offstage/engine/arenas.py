@@ -130,6 +130,7 @@ class Arenas:
                 keys = ((key.name, key.dtype) for key in state.keys)
                 kinds.setdefault((state.placement, *keys), []).append(state)
         self.sets += [self._make(members) for members in kinds.values()]
+        self._order()
 
     def _make(self, members: Sequence[ParamState]) -> HostState:
         keys = members[0].keys

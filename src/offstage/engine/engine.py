@@ -2,7 +2,7 @@
 """One device's part of a step: resident parameters updated in place, the others on their trips.
 
 A `Round` is what one iteration has got so far on this device: gradients are taken (`take`), all at `step()` or one by
-one during backward; chunks go on their trips (`advance`, and `flush` for all that is left); and before the caller reads
+one during backward; chunks go on their trips (`advance`, and `run` for all that are left); and before the caller reads
 a weight its stream waits for the update (`settle`), at the end of `step()` or as late as in the next forward. `run`
 ends a round; `revert` and `reset` give it up.
 """
@@ -110,6 +110,7 @@ class Engine:
 
     def add(self, states: Sequence[ParamState]) -> None:
         """Give parameters that are not resident their arenas, chunks, and the way there."""
+        self._ahead = iter(())
         self.arenas.add(states)
         self.transport.open()
 
@@ -139,7 +140,7 @@ class Engine:
                 if (memory := self.round.on_device.get(update.of)) is not None:
                     self.transport.lanes.drop(memory)
                 self.round.forget(update.of)
-            self.round = self.round if self.round.ready else None
+            self.round = self.round if self.round.left else None
             raise
 
     def _take(self, round: Round, updates: Sequence[ParamUpdate], *, keep: bool) -> None:
@@ -336,15 +337,15 @@ class Engine:
         lanes = self.transport.lanes
         with self.transport.timer.exposed():
             self._wait(due, reason)
-        for state in states:  # not before: a caller that is interrupted while waiting waits again
-            del self.pending[state]
         updates = [pending.update for pending in due]
-        if self.round is not None:
-            for update in updates:  # the gradient goes with the update
-                self.round.ready.pop(update.of, None)
         if lanes.checks:
             lanes.touch(writes=[tensor for update in updates for tensor in (update.weight, update.grad)])
         self._finish(updates)
+        for state in states:  # not before: a caller that is interrupted settles again, which changes nothing
+            del self.pending[state]
+        if self.round is not None:
+            for update in updates:  # the gradient goes with the update
+                self.round.ready.pop(update.of, None)
         for pending in due:
             if pending.old_weights is not None:
                 lanes.drop(pending.old_weights)
@@ -439,6 +440,7 @@ class Engine:
         """Give everything back, after the last copy."""
         if self.lost is not None:
             self.reset()
+        self._ahead, self._last_ready = iter(()), set()
         self.transport.close()
 
 

@@ -309,7 +309,8 @@ class Pipeline:
             slot.free = self.lanes.mark()  # the one before may never come
         self.staged.clear()
         self.ring = Ring(0)
-        for number in self._slots or range(self.num_slots):
+        missing = max(0, self.num_slots - len(self._slots))  # which `prepare` makes next
+        for number in (*self._slots, *range(self._made, self._made + missing)):
             self.ring.add(number)
 
     def close(self) -> None:

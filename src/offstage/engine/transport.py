@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Transport`: the way between one device and its arenas: lanes, slots, staging buffers, and what these have counted.
+"""`Transport`: the way between one device and its arenas: lanes, slots, staging buffers, what they counted and took.
 
 As long as nothing is off the device its lanes are immediate and it owns no memory, stream or thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -19,16 +22,63 @@ from offstage.engine.arenas import Arenas
 from offstage.engine.external_writes import ExternalWrites
 from offstage.engine.host_updates import HostUpdates
 from offstage.engine.pipeline import Pipeline
-from offstage.engine.timer import StepTimer
 from offstage.errors import OffstageError
 from offstage.lanes.host_threads import HostThreads, is_host_thread
-from offstage.lanes.lanes import ImmediateLanes, Lanes
+from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.cpus import cpus_near, num_threads
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
 
 logger = logging.getLogger("offstage")
+
+
+class StepTimer:
+    """Stamps of one device's last step. Taking them waits for nothing; reading them does."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._start: Any = None
+        self._step: Any = None
+        self._waits_in_backward = 0
+        self._stops: dict[Lane, Any] = {}
+        self._waits: list[tuple[Any, Any]] = []
+        self._waits_before: list[tuple[Any, Any]] = []
+
+    def start(self) -> None:
+        """The caller's stream reaches the step's first gradients. Whatever waited for the step before has done so."""
+        self._start = self._lanes.stamp(Lane.CALLER)
+        self._waits_before, self._waits = self._waits, []
+
+    def reach_step(self) -> None:
+        """The caller's stream reaches `step()`: backward is over."""
+        self._step, self._waits_in_backward = self._lanes.stamp(Lane.CALLER), len(self._waits)
+
+    def backward_ms(self) -> float:
+        """From the first update in backward to `step()`, without waiting for updates."""
+        waits = self._waits[: self._waits_in_backward]
+        waited = sum(self._lanes.elapsed_ms(before, after) for before, after in waits)
+        return self._lanes.elapsed_ms(self._start, self._step) - waited
+
+    @contextlib.contextmanager
+    def exposed(self) -> Iterator[None]:
+        """The caller's stream waits for updates within."""
+        before = self._lanes.stamp(Lane.CALLER)
+        yield
+        self._waits.append((before, self._lanes.stamp(Lane.CALLER)))
+
+    def stop(self) -> None:
+        self._stops = {lane: self._lanes.stamp(lane) for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE)}
+
+    def read(self) -> dict[Lane, float]:
+        """Milliseconds from the start to each lane's end; empty before the first step."""
+        # A lane may have been done before the gradients were ready: nothing of it was waited for.
+        return {lane: max(0.0, self._lanes.elapsed_ms(self._start, stop)) for lane, stop in self._stops.items()}
+
+    def exposed_ms(self, *, last: bool) -> float:
+        """How long the caller's stream stood still for the last step, or for the one before."""
+        waits = self._waits if last else self._waits_before
+        return sum(max(0.0, self._lanes.elapsed_ms(before, after)) for before, after in waits)
 
 
 class Transport:
@@ -63,14 +113,15 @@ class Transport:
         if not self._arenas.sets:
             return
         if not self.is_open:
-            self.is_open = True
-            self._connect(link_for(self.device).lanes())
+            self._link = link_for(self.device)
+            self._connect(self._link.lanes())
             # torch has threads of its own, and a set of them for each thread that calls it.
             asked = 1 if self._rule.threads_itself else self._config.threads
             self.lanes.threads = _threads_near(self.device, asked)
             # Dropped with work under way: what the lanes still use must not be freed before they are done.
             weakref.finalize(self, _drain, self.lanes, self._arenas, (self.pipeline, self.host_updates), os.getpid())
             self.external_writes.attach(self.lanes)
+            self.is_open = True
         if self.pipeline.slot_bytes < self._arenas.slot_bytes:
             self.pipeline.resize(self._config.num_slots, self._arenas.slot_bytes)
 
@@ -105,7 +156,7 @@ class Transport:
         if self.link_gb_per_s is None and self.pipeline.num_slots:
             has_link = self.device.type != "cpu"
             pin = self._config.pin_memory
-            self.link_gb_per_s = link_for(self.device).gb_per_s(self.lanes, pin=pin) if has_link else 0.0
+            self.link_gb_per_s = self._link.gb_per_s(self.lanes, pin=pin) if has_link else 0.0
 
     def _name_budget(self, error: torch.OutOfMemoryError, need_bytes: int) -> None:
         """Say which `device_budget` would have worked, if one was given."""

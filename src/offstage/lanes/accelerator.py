@@ -264,17 +264,16 @@ class _Streams:
 
     def run(self, work: Work) -> torch.Event:
         """Give `work` to the stream whose turn it is. Returns the event behind it."""
-        pieces = pieces_of(work)
-        for number, piece in enumerate(pieces):
+        event: torch.Event | None = None  # not read back from `_last`: host threads submit to one lane at the same time
+        for number, piece in enumerate(pieces_of(work)):
             if number:
                 self.next()
             with self.stream:
                 piece()
-            self._last = self.stream.record_event()
-        if not pieces:
-            self._last = self.stream.record_event()
-        assert self._last is not None
-        return self._last
+            event = self._last = self.stream.record_event()
+        if event is None:
+            event = self._last = self.stream.record_event()
+        return event
 
     def synchronize(self) -> None:
         for stream in self._streams:

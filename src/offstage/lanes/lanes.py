@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lanes: ordered queues of device work, and marks that order them. Nothing above knows a backend.
+"""Lanes: ordered queues of device work, and marks that order them; the same interface over every backend.
 
 Work is submitted to a lane together with the marks it comes after, each under a name that says which hazard the
 wait closes, and with the buffers it reads and writes. The caller's current stream is a lane too. Backends:

@@ -55,7 +55,7 @@ class Link:
                 self._rates[pin] = measure_duplex(lanes, pin=pin)
             except torch.OutOfMemoryError:
                 logger.warning("%s has no memory left to measure the link with; its rate is unknown", self.device)
-                self._rates[pin] = 0.0
+                return 0.0
         return self._rates[pin]
 
     def remember(self, gb_per_s: float) -> None:
@@ -104,9 +104,9 @@ def use_lanes(factory: LanesFactory | None) -> Iterator[None]:
 
 def measure_duplex(lanes: Lanes, *, pin: bool = True) -> float:
     """GB/s each way, with both directions busy: the best of a few runs."""
+    memory = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, device=lanes.device)
     arena = Arena(2 * _COPY_BYTES, torch.uint8, lanes.device, pin=pin)
     down, up = arena.flat.chunk(2)
-    memory = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, device=lanes.device)
     lanes.touch(writes=[memory])
     copies = {Lane.STORE: (down, memory[0]), Lane.FETCH: (memory[1], up)}
     milliseconds = [_both_ways(lanes, copies) for _ in range(1 + _REPEATS)][1:]  # the first time is slower

@@ -193,15 +193,17 @@ class Iteration:
 
         `reason`: the step is lost, and why. `None`: no weight was updated, or all are about to be replaced.
         """
-        if self.speculative:
-            with contextlib.suppress(StepLostError):
-                self._undo()
-        self._places.give_up("load: the weights are ready")
-        for engine in self._engines:
-            engine.reset()
-        self._drop_gradients()
         self.lost = None if reason is None else reason + _RESUME
-        self._over(End.ABANDONED)
+        try:
+            if self.speculative:
+                with contextlib.suppress(StepLostError):
+                    self._undo()
+            self._places.give_up("load: the weights are ready")
+            for engine in self._engines:
+                engine.reset()
+        finally:  # whatever fails, the step is lost
+            self._drop_gradients()
+            self._over(End.ABANDONED)
 
     def give_up(self, reason: str) -> None:
         """What backward has updated does not become a step: reverted where that is possible, otherwise lost."""

@@ -171,9 +171,9 @@ class Places:
         engine.add(states)
         for state in states:
             before = self.states.get(state.param)
-            self.states[state.param] = state
             if before is not None:  # more keys than before
                 named_state.load(state, named_state.export(before), group_of[state.param])
+            self.states[state.param] = state
         engine.arenas.drop_unused(self.states.values())
         if has_spare:
             engine.arenas.add_spare()

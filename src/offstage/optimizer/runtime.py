@@ -80,9 +80,11 @@ class Runtime:
 
     def take_over(self, existing: dict[torch.Tensor, Any]) -> None:
         """Move existing state in, parameter by parameter, so that device memory falls while host memory fills."""
-        for param, group in self.group_of().items():
-            if values := existing.pop(param, {}):
-                named_state.load(self.places.states[param], values, group)
+        with deferred_interrupts():
+            for param, group in self.group_of().items():
+                if values := existing.get(param, {}):
+                    named_state.load(self.places.states[param], values, group)
+                    del existing[param]
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -115,7 +117,8 @@ class Runtime:
                 "Parameter groups changed between backward and step(), after update_in_backward=True had updated "
                 "weights. Expected the same groups from the first gradient to step()."
             )
-            self.place()
+            with deferred_interrupts():
+                self.place()
 
     # The step
 
@@ -247,10 +250,10 @@ class Runtime:
                 "Expected it in every iteration from the first on, so that update_in_backward can keep the old weights."
             )
         if iteration.norm is not None and iteration.speculative:  # a second call: the first may have to clip
-            self._follow(iteration.norm)
+            self._keep_or_revert(iteration.norm)
             iteration = self.iteration
-        everyone = [p for group in self.groups for p in group["params"]]
-        params = [p for p in everyone if p.grad is not None]
+        every_param = [p for one in self.groups for p in one["params"]]
+        params = [p for p in every_param if p.grad is not None]
         for param in params:
             place_gradient(param)
         gradients = {p: gradient for p in params if (gradient := iteration.gradients.get(p, p.grad)) is not None}
@@ -260,7 +263,7 @@ class Runtime:
         if self._norm_on_host is None:
             self._norm_on_host = torch.zeros(2, dtype=torch.float64, pin_memory=device.type != "cpu")
         iteration.norm = Norm(
-            everyone, gradients, max_norm, norm_type, group=group, seen=self._norm_on_host, lanes=lanes
+            every_param, gradients, max_norm, norm_type, group=group, seen=self._norm_on_host, lanes=lanes
         )
         if not iteration.speculative:
             iteration.norm.clip()
@@ -268,7 +271,7 @@ class Runtime:
 
     def _norm_allows(self, norm: Norm) -> bool:
         """Whether the step may be made. A speculative one whose gradients must be clipped is taken back first."""
-        self._follow(norm)
+        self._keep_or_revert(norm)
         if norm.finite:
             return True
         self.skipped_steps += 1
@@ -277,7 +280,7 @@ class Runtime:
         logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
         return False
 
-    def _follow(self, norm: Norm) -> None:
+    def _keep_or_revert(self, norm: Norm) -> None:
         """Wait for the norm; speculative updates stay only if it changes no gradient."""
         norm.wait()
         if self.iteration.speculative and not (norm.finite and norm.within):
