@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import offstage
 from offstage.config import Placement
-from offstage.engine.engine import Engine
 from offstage.engine.pipeline import Pipeline
+from offstage.engine.transport import Transport
 from offstage.errors import StepLostError
 from offstage.optimizer import places as placing
 from offstage.optimizer.optimizer import runtime_of
@@ -178,7 +178,7 @@ def test_an_exception_before_the_first_update_changes_nothing(monkeypatch):
         raise torch.OutOfMemoryError("no room for a slot")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "prepare", fail)
+        patch.setattr(Transport, "prepare", fail)
         with unchanged(model, optimizer), pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     optimizer.step()

@@ -77,12 +77,15 @@ def layout_and_arenas(num_chunks):
     return layout, {key: Arena(numel, torch.float32, CPU, pin=False) for key in ("a", "b")}
 
 
+def state_of(numel):
+    return ParamState(torch.empty(numel), "p", (), rule=None)
+
+
 def make_pipeline(lanes, num_chunks, num_slots):
     layout, arenas = layout_and_arenas(num_chunks)
     pipeline = Pipeline(lanes, num_slots=num_slots, slot_bytes=layout.slot_bytes)
     pipeline.prepare()
-    state = ParamState(torch.empty(layout.extents[0]["a"]), "p", (), rule=None)
-    return pipeline, HostState(layout, arenas, [state])
+    return pipeline, HostState(layout, arenas, [state_of(layout.extents[0]["a"])])
 
 
 Order = list[tuple[str, int]]
@@ -158,13 +161,13 @@ def test_only_pieces_with_gradients_move():
     sizes = [1000, 3000, 500, 2000]
     extents = [{"a": n} for n in sizes]
     layout = make_layout(extents, {"a": 4}, sizes, chunk_bytes=64 * 1024, split=True)
-    host = HostState(layout, {"a": Arena(layout.arena_numel["a"], torch.float32, CPU, pin=False)})
-    chunk = layout.chunks[0]
+    arenas = {"a": Arena(layout.arena_numel["a"], torch.float32, CPU, pin=False)}
+    chunk = HostState(layout, arenas, [state_of(size) for size in sizes]).chunks[0]
     pipeline = Pipeline(ImmediateLanes(CPU), num_slots=1, slot_bytes=layout.slot_bytes)
     pipeline.prepare()
-    trip = Trip(host, chunk, [chunk.pieces[1], chunk.pieces[2]])
+    trip = Trip(chunk, [chunk.pieces[1], chunk.pieces[2]])
     assert trip.runs("a") == [(1024, 1024 + 3008 + 564 - 64)]  # neighbours in one copy
-    trip = Trip(host, chunk, [chunk.pieces[0], chunk.pieces[3]])
+    trip = Trip(chunk, [chunk.pieces[0], chunk.pieces[3]])
     assert len(trip.runs("a")) == 2
     pipeline.fetch(trip)
     assert pipeline.bytes_fetched == (1000 + 2000) * 4
