@@ -16,6 +16,7 @@ from offstage.lanes.testing.lazy import LazyLanes
 from offstage.memory.arena import Arena
 from offstage.planning.layout import make_layout
 from offstage.rules.rule import ParamState
+from tests.support.lives import fail_at
 
 CPU = torch.device("cpu")
 LEGAL = {
@@ -171,3 +172,15 @@ def test_only_pieces_with_gradients_move():
     assert len(trip.runs("a")) == 2
     pipeline.fetch(trip)
     assert pipeline.bytes_fetched == (1000 + 2000) * 4
+
+
+def test_a_ring_whose_slots_did_not_all_fit_is_completed_later():
+    lanes = ImmediateLanes(CPU)
+    pipeline = Pipeline(lanes, num_slots=3, slot_bytes=1024)
+    undo = fail_at(2, lanes, "empty", torch.OutOfMemoryError("the second slot"))
+    with pytest.raises(torch.OutOfMemoryError):
+        pipeline.prepare()
+    pipeline.reset()
+    undo()
+    pipeline.prepare()
+    assert sorted(pipeline.ring.free) == sorted(pipeline._slots) == [0, 1, 2]

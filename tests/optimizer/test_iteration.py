@@ -37,10 +37,12 @@ class Loop:
     def _recording(self, end: Callable[..., None]) -> Callable[..., None]:
         def record(iteration: Iteration, *args, **options) -> None:
             knows = bool(iteration.early or iteration.norm is not None or iteration._group_number)
-            end(iteration, *args, **options)
-            if knows and iteration is not self.last:
-                self.ends.append(iteration.end)
-                self.last = iteration
+            try:
+                end(iteration, *args, **options)
+            finally:
+                if knows and iteration is not self.last:
+                    self.ends.append(iteration.end)
+                    self.last = iteration
 
         return record
 
@@ -295,6 +297,20 @@ def test_what_is_reverted_leaves_nothing_behind(cause, monkeypatch):
         each.optimizer.synchronize()
     for one, expected in zip(loop.weights(), other.weights(), strict=True):
         assert torch.equal(one, expected)
+
+
+def test_a_step_is_lost_though_giving_it_up_fails_too(monkeypatch):
+    loop = Loop(monkeypatch, **IN_BACKWARD)
+    loop.learn()
+    loop.optimizer.param_groups[0]["lr"] = 1.0
+    engine = runtime_of(loop.optimizer).engines[0]
+    engine.reset = lambda: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        loop.optimizer.step()
+    del engine.reset
+    assert loop.ends == [A]
+    with pytest.raises(StepLostError, match="hyperparameter changed"):
+        loop.optimizer.step()
 
 
 def test_an_iteration_stops_nowhere_else():
