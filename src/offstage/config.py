@@ -270,12 +270,12 @@ class OffloadConfig:
         if self.window == "auto" and self.device_peak is None:
             raise ConfigError(
                 "window='auto' uses the memory that device_peak leaves; expected both, found no device_peak. Give "
-                "device_peak='40GiB' (what the whole process may take), or window as a size."
+                "device_peak='40GiB' (what the whole process may take), or leave window out."
             )
         if self.window in WINDOWS and self.device_budget is not None:
             raise ConfigError(
                 f"window={self.window!r} decides how much state is on the device, which contradicts "
-                f"device_budget={format_size(int(self.device_budget))}. Give window as a size, or leave one out."
+                f"device_budget={format_size(int(self.device_budget))}. Leave one of the two out."
             )
 
 

@@ -126,7 +126,7 @@ BAD_SETTINGS = {
     ),
     "window auto without a peak": (
         {"window": "auto"},
-        ["window='auto'", "expected both", "found no device_peak", "Give device_peak='40GiB'", "window as a size"],
+        ["window='auto'", "expected both", "found no device_peak", "Give device_peak='40GiB'", "leave window out"],
     ),
     "a peak without window auto": (
         {"window": "1GiB", "device_peak": "2GiB"},
@@ -134,11 +134,11 @@ BAD_SETTINGS = {
     ),
     "window all with a budget": (
         {"window": "all", "device_budget": "1GiB"},
-        ["window='all'", "contradicts device_budget=1.0 GiB", "Give window as a size"],
+        ["window='all'", "contradicts device_budget=1.0 GiB", "Leave one of the two out"],
     ),
     "window auto with a budget": (
         {"window": "auto", "device_peak": "2GiB", "device_budget": "1GiB"},
-        ["window='auto'", "contradicts device_budget=1.0 GiB", "Give window as a size"],
+        ["window='auto'", "contradicts device_budget=1.0 GiB", "Leave one of the two out"],
     ),
     "no room for slots and window": (
         {**SMALL, "device_budget": "48KiB", "window": "32KiB"},

@@ -94,7 +94,9 @@ def _advise(runtime: Runtime, exposed_ms: float | None, transfer_ms: float | Non
     if not config.overlap_forward:
         return f"{found}: overlap_forward=True lets the next forward begin during the updates"
     if not config.update_in_backward:
-        return f"{found}: a window, if there is device memory, or update_in_backward=True, if the loop allows it"
+        return (
+            f"{found}: a lower fraction, if there is device memory, or update_in_backward=True, if the loop allows it"
+        )
     streamed = [state for state in runtime.all_states() if state.home is not None]
     if any(state.master_kind == "fp32" and state.param.dtype == torch.bfloat16 for state in streamed):
         return f"{found}: master_weights='split' moves a sixth less and loses nothing (Adam and AdamW)"

@@ -375,7 +375,7 @@ class Runtime:
     def prefetch(self) -> None:
         """Fetch as much state as `window` allows, now."""
         if self.overlap is None or not self.config.window:
-            raise ConfigError("prefetch() fetches into the window; found window=0. Use window='all', or a size.")
+            raise ConfigError("prefetch() fetches into the window; found window=0. Use window='all'.")
         self.check_not_lost()
         for engine in self.engines:
             engine.transport.prepare()

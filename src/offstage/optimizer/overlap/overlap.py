@@ -385,7 +385,7 @@ def _refuse_model(config: OffloadConfig, model: nn.Module | None) -> None:
     if config.window == "all" and model is None:
         raise ConfigError(
             "window='all' leaves again during the next forward, whose modules give the cues; found no model. "
-            "Call offload(optimizer, model, window='all'), or give window as a size."
+            "Call offload(optimizer, model, window='all'), or leave window out."
         )
     if config.update_in_backward and model is not None:
         _refuse_ddp(uses_ddp(model))
@@ -404,5 +404,5 @@ def _refuse_ddp(found: bool) -> None:
     if found:
         raise ConfigError(
             "update_in_backward=True uses gradients as autograd makes them; DistributedDataParallel reduces them "
-            "later. Expected a model without it. Use overlap_forward=True and window instead."
+            "later. Expected a model without it. Use overlap_forward=True instead."
         )
