@@ -29,6 +29,7 @@ from benchmarks.harness import Case
 from offstage.lanes.lanes import Lane, Lanes
 from offstage.lanes.link import use_lanes
 from offstage.lanes.testing.checked import CheckedLanes
+from offstage.lanes.testing.happens_before import Clocks
 from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 
@@ -273,13 +274,13 @@ def delayed_lanes(lane: Lane | None) -> contextlib.AbstractContextManager[None]:
 
 @dataclass
 class Checked:
-    """A factory of checked lanes that keeps what it made."""
+    """A factory of checked lanes that keeps what it made; what is of two users is checked, too."""
 
-    make: Callable[[torch.device], CheckedLanes] = CheckedLanes
     made: list[CheckedLanes] = field(default_factory=list)
+    clocks: Clocks = field(default_factory=Clocks)
 
     def __call__(self, device: torch.device) -> Lanes:
-        self.made.append(self.make(device))
+        self.made.append(CheckedLanes(device, clocks=self.clocks.beside()))
         return self.made[-1]
 
     @property

@@ -622,7 +622,7 @@ def test_closure(config, clip):
 
 @CONFIGS
 def test_zeroing_in_place_after_step(config):
-    """`zero_grad(set_to_none=False)` after step() finds None, or gradients that it may write zeros to."""
+    """`zero_grad(set_to_none=False)` after step() leaves zeros to accumulate into, whatever step() has taken."""
 
     def life(model, optimizer):
         for number in range(5):
@@ -631,6 +631,28 @@ def test_zeroing_in_place_after_step(config):
             optimizer.zero_grad(set_to_none=False)
 
     assert_same_lives(life, config)
+
+
+@pytest.mark.parametrize("clip", [None, 1e-6], ids=["no clipping", "clipped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "config", [BACKWARD, BOTH, {**SMALL, "overlap_forward": True}], ids=["backward", "both", "forward"]
+)
+def test_a_layer_that_is_skipped_after_zeroing_in_place_is_decayed_and_counted(config, dtype, clip):
+    """It has a zero gradient then, as in plain torch; its moments shrink, its weights decay and its step counts."""
+
+    def life(model, optimizer):
+        for number in range(7):
+            x = inputs(number).to(dtype)
+            for layer in [layer for place, layer in enumerate(model) if (place + number) % 3 or number < 2]:
+                x = layer(x)
+            x.float().pow(2).mean().backward()
+            clip_to(optimizer, clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number == 4)
+        assert {int(optimizer.state[param]["step"]) for param in model.parameters()} == {6, 7}
+
+    assert_same_lives(life, config, model=functools.partial(stack, dtype=dtype))
 
 
 # Failing

@@ -12,6 +12,7 @@ from torch import nn
 
 import offstage
 from offstage.lanes.link import use_lanes
+from offstage.lanes.testing.happens_before import Clocks
 from offstage.lanes.testing.lazy import LazyLanes, WaitLog
 from tests.support.threaded_lanes import with_threads
 
@@ -61,7 +62,10 @@ def lazily(kind: int | str | None, waits: WaitLog | None = None) -> contextlib.A
     """A number: lazy lanes with that seed. `THREADED`: real threads. `None`: work runs at once."""
     if kind is None:
         return contextlib.nullcontext()
-    return with_threads() if kind == THREADED else use_lanes(lambda device: LazyLanes(device, seed=kind, waits=waits))
+    if kind == THREADED:
+        return with_threads()
+    shared = Clocks()  # a race between an optimizer and a model's activations is one, too
+    return use_lanes(lambda device: LazyLanes(device, seed=kind, waits=waits, clocks=shared.beside()))
 
 
 def train(

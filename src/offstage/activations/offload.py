@@ -121,6 +121,10 @@ class ActivationOffload:
         """Bytes that one layer has sent away in the last forward, at most."""
         self._running = threading.local()
         """Forwards under way in each thread: a model may call itself."""
+        self._saving_now: set[ForwardPass] = set()
+        """Those, of all threads, whose tensors come here."""
+        self._turn = threading.RLock()
+        """A forward that begins, a backward that asks for a tensor and `remove()` may be in three threads."""
         self._in_flight: weakref.WeakSet[GraphLifetime] = weakref.WeakSet()
         """Forwards whose backward is still to come; counted for the plan."""
         self._num_forwards = 0
@@ -154,15 +158,24 @@ class ActivationOffload:
 
         Waits for the device.
         """
+        with self._turn:
+            self._remove()
+
+    def _remove(self) -> None:
         if self._weights is not None and running_backward() is not None:
             raise OffstageError(
                 "remove() was called in backward, which needs weights that live on the host; expected it before or "
                 "after. Call it when backward is over."
             )
+        self._forget_interrupted()
+        if self._saving_now:
+            raise OffstageError(
+                "remove() was called while a forward of the model was running, in this thread or in another one; "
+                "expected it before or after. Call it when the forward has returned."
+            )
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._forget_interrupted()
         if self._weights is not None:
             self._weights.close()
             self._weights = None
@@ -185,7 +198,7 @@ class ActivationOffload:
     def host_bytes(self) -> int:
         """Host memory of the pool, and of weights."""
         of_weights = self._weights.host_bytes if self._weights is not None else 0
-        return of_weights + sum(device.pool.nbytes for device in self._devices.values())
+        return of_weights + sum(device.pool.nbytes for device in list(self._devices.values()))
 
     @property
     def plan(self) -> ActivationPlan | None:
@@ -224,6 +237,10 @@ class ActivationOffload:
 
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
+        with self._turn:
+            self._begin_forward()
+
+    def _begin_forward(self) -> None:
         self._forget_interrupted()
         forward = ForwardPass(self._choices, self._traffic())
         self._forwards.append(forward)  # first: whatever raises below, `_end` is called
@@ -248,6 +265,7 @@ class ActivationOffload:
         hooks = torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, forward), self._unpack)
         hooks.__enter__()
         forward.hooks = hooks
+        self._saving_now.add(forward)
         self._num_forwards += 1
 
     def _traffic(self) -> Traffic:
@@ -267,6 +285,7 @@ class ActivationOffload:
         if forward.hooks is not None:
             forward.hooks.__exit__(None, None, None)  # first: whatever fails, other models' tensors must not come here
             forward.hooks = None
+            self._saving_now.discard(forward)
             forward.unclaimed.clear()
             forward.storages.clear()
             self._num_calls, self._largest = forward.num_calls, forward.traffic.largest
@@ -420,10 +439,11 @@ class ActivationOffload:
     # Backward
 
     def _unpack(self, kept: Any) -> torch.Tensor:
-        found = self._back(kept)
-        if isinstance(kept, Saved) and isinstance(kept.storage, TriedStorage):
-            kept.storage.try_once(found, self._back)
-        return found
+        with self._turn:
+            found = self._back(kept)
+            if isinstance(kept, Saved) and isinstance(kept.storage, TriedStorage):
+                kept.storage.try_once(found, self._back)
+            return found
 
     def _back(self, kept: Any) -> torch.Tensor:
         """The tensor as it was saved."""

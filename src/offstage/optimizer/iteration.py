@@ -65,6 +65,8 @@ class Iteration:
         """Updated in backward."""
         self.gradients: dict[torch.Tensor, torch.Tensor] = {}
         """Their gradients, as autograd made them; only while clipping may need them."""
+        self.taken: dict[torch.Tensor, torch.dtype] = {}
+        """Parameters whose gradient is `None` when the step is made, with the gradient's dtype."""
         self.end: End | None = None
         self.lost: str | None = None
         """Abandoned between two steps: what to say from now on."""
@@ -132,6 +134,7 @@ class Iteration:
         """`update` has been given to the lanes in backward: its gradient is dropped, or kept while it may be needed."""
         param, number = update.of.param, update.group_number
         gradient, param.grad = param.grad, DroppedGradient(param, update.of.name)
+        self.taken[param] = update.grad.dtype
         self.early[param] = update.of
         if number not in self._fixed:
             self._fixed[number] = _comparable(self._groups[number], defaults)

@@ -8,11 +8,12 @@ Read this first. The optimizer keeps torch's contract and the public methods, no
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -29,6 +30,19 @@ from offstage.planning.plan import Plan
 from offstage.rules import choose_rule, shell_of
 
 logger = logging.getLogger("offstage")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _in_turn(method: _Method) -> _Method:
+    """`method`, which waits while another thread is in one: threads take turns."""
+
+    @functools.wraps(method)
+    def waiting(self: OffloadedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        with self._runtime.turn:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, waiting)
 
 
 def offload(
@@ -93,17 +107,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._runtime.check_not_lost()
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad():  # and without the turn, which its backward takes in autograd's threads
                 loss = closure()
-        self._runtime.step()
+        with self._runtime.turn:
+            self._runtime.step()
         return loss
 
+    @_in_turn
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Gradients of an iteration that is given up take its updates with them, where that is possible."""
         self._runtime.drop_gradients()
         super().zero_grad(set_to_none)
+        self._runtime.zero_taken_gradients(set_to_none)
         self._runtime.start_again()
 
+    @_in_turn
     def synchronize(self) -> None:
         """Make the host and the caller's stream wait until all weights and state are new and where they live.
 
@@ -119,6 +137,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with overlap.accumulate() if overlap is not None else contextlib.nullcontext():
             yield
 
+    @_in_turn
     @torch.no_grad()
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, group: torch.distributed.ProcessGroup | None = None
@@ -139,10 +158,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._runtime.config
 
     @property
+    @_in_turn
     def plan(self) -> Plan:
         """Where each parameter's state lives, in the order of `param_groups`."""
         return self._runtime.plan
 
+    @_in_turn
     @torch.no_grad()
     def replan(self, **changes: Any) -> Plan:
         """Move all state to the plan that `changes` of the config give, bit for bit, and return it.
@@ -154,6 +175,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._runtime.move_to(replanned_config(self._runtime, changes))
         return self.plan
 
+    @_in_turn
     def prefetch(self) -> None:
         """Fetch as much state as `window` allows, now: for frameworks that place the trips by hand.
 
@@ -161,14 +183,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self._runtime.prefetch()
 
+    @_in_turn
     def evict(self) -> None:
         """Give the window's memory back, behind the last stores. What was fetched and not used is dropped."""
         self._runtime.evict()
 
+    @_in_turn
     def receipt(self) -> Receipt:
         """What was really moved, and what it cost. Waits for the device."""
         return make_receipt(self._runtime)
 
+    @_in_turn
     def close(self) -> None:
         """Give back slots and pinned memory, after the last copy. State that was handed out stays readable."""
         self._runtime.close()
@@ -185,18 +210,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if hasattr(self, "_runtime"):  # torch's own __init__ assigns an empty one first
             self.state.replace(value)
 
+    @_in_turn
     def state_dict(self) -> dict[str, Any]:
         """A plain torch optimizer state dict, all tensors on the host, without a copy where that is possible."""
         return state_dicts.save(self, self._runtime)
 
+    @_in_turn
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Load a plain torch optimizer state dict, from any plan or from none, into this plan."""
         state_dicts.load(self, self._runtime, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the new parameters are placed by the same configuration."""
-        super().add_param_group(param_group)
-        if hasattr(self, "_runtime"):
+        if not hasattr(self, "_runtime"):  # called by torch's own __init__
+            super().add_param_group(param_group)
+            return
+        with self._runtime.turn:
+            super().add_param_group(param_group)
             try:
                 check_no_duplicates(self.param_groups, self._runtime.places.names)
                 self._runtime.place()
@@ -206,6 +236,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # Python
 
+    @_in_turn
     def __repr__(self) -> str:
         inner = super().__repr__().removeprefix(type(self).__name__)
         return f"{type(self).__name__}[{type(self._runtime.shell).__name__}]{inner}\n{self.plan.summary()}"

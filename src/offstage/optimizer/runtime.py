@@ -3,11 +3,16 @@
 
 `step()` reads gradients and hyperparameters afresh, gives resident parameters and chunks to each device's engine, and
 makes the caller's stream wait for the new weights. Everything that reads state drains the lanes first.
+
+[Note: threads] Every call from outside holds the `turn`: public methods, `optimizer.state`, checkpoints, and the cues
+of forward and of autograd's threads. So a thread that reads while another one trains sees the state between two calls.
+A backward takes the turn in autograd's thread: code that holds it must not call backward.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +58,8 @@ class Runtime:
     ) -> None:
         """`shell`: an optimizer of the user's class without parameters. `groups`: the user's `param_groups`, now."""
         self.rule, self.shell, self.config, self.defaults = rule, shell, config, defaults
+        self.turn = threading.RLock()
+        """Held by the thread that is in one of these methods; see [Note: threads]."""
         self.places = Places(rule, with_slots(config, model), names)
         self.speculation = Speculation()
         self.overlap: Overlap | None = None
@@ -67,6 +74,8 @@ class Runtime:
         self._host_s_before = 0.0
         """For how long the CPU had been updating when the last iteration began."""
         self._norm_on_host: torch.Tensor | None = None
+        self._taken: dict[torch.Tensor, torch.dtype] = {}
+        """Gradients, by dtype, that steps have taken and that plain torch would have left to be zeroed."""
         self._model = weakref.ref(model) if model is not None else None
         self._were_in_model = {param for group in groups() for param in group["params"]}
         self._were_in_model &= set(model.parameters()) if model is not None else set()
@@ -183,6 +192,7 @@ class Runtime:
         except BaseException as error:
             self._fail(iteration, error, updated)
             raise
+        self._taken.update(iteration.taken)
         self.steps += 1
         self._learn(iteration.norm, with_early=with_early)
         before, self._moved_until = self._moved_until, self.places.moved_bytes()
@@ -309,6 +319,17 @@ class Runtime:
             iteration.revert(drop_norm=True)
         else:
             iteration.norm = None
+
+    def zero_taken_gradients(self, set_to_none: bool) -> None:
+        """`zero_grad` finds no gradient where a step has taken it: there are zeros now, unless `None` is wanted.
+
+        A parameter without a gradient in the next backward is then decayed and counted, as in plain torch.
+        """
+        if not set_to_none:
+            for param, dtype in self._taken.items():
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param, dtype=dtype)
+        self._taken.clear()
 
     def start_again(self) -> None:
         """What backward has shown so far does not count."""

@@ -26,42 +26,50 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
     """`optimizer.state`: parameter → its state under torch's names. Reading drains, writing writes through."""
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+        self._runtime, self.turn = runtime, runtime.turn
 
     def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
-        state = self._runtime.state_of(param)
-        self._runtime.drain_state()
-        return _ParamView(self, param, named_state.export(state))
+        with self.turn:
+            state = self._runtime.state_of(param)
+            self._runtime.drain_state()
+            return _ParamView(self, param, named_state.export(state))
 
     def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
         runtime = self._runtime
-        state, group = runtime.state_of(param), runtime.group_of()[param]
-        named_state.check(state, values)
-        runtime.drain_state()
-        runtime.before_overwrite()
-        with deferred_interrupts():
-            named_state.load(state, values, group)
+        with self.turn:
+            state, group = runtime.state_of(param), runtime.group_of()[param]
+            named_state.check(state, values)
+            runtime.drain_state()
+            runtime.before_overwrite()
+            with deferred_interrupts():
+                named_state.load(state, values, group)
 
     def __delitem__(self, param: torch.Tensor) -> None:
         self[param] = {}
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        self._runtime.settle()
-        return (state.param for state in self._runtime.all_states() if state.present or state.scalars)
+        with self.turn:
+            self._runtime.settle()
+            return iter([state.param for state in self._runtime.all_states() if state.present or state.scalars])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, param: object) -> bool:
-        try:
-            state = self._runtime.state_of(param)  # type: ignore[arg-type]
-        except KeyError:
-            return False
-        self._runtime.settle()
-        return bool(state.present or state.scalars)
+        with self.turn:
+            try:
+                state = self._runtime.state_of(param)  # type: ignore[arg-type]
+            except KeyError:
+                return False
+            self._runtime.settle()
+            return bool(state.present or state.scalars)
 
     def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
-        """`optimizer.state = values`: what torch code does to reset an runtime."""
+        """`optimizer.state = values`: what torch code does to reset an optimizer."""
+        with self.turn:
+            self._replace(values)
+
+    def _replace(self, values: Mapping[torch.Tensor, Any]) -> None:
         runtime = self._runtime
         group_of = runtime.group_of()
         for param in values:
@@ -98,11 +106,12 @@ def _write_through(name: str) -> Callable[..., Any]:
     change = getattr(dict, name)
 
     def changed(self: _ParamView, *args: Any, **kwargs: Any) -> Any:
-        values = dict(self._view[self._param])  # as it is now, which may be steps later
-        result = change(values, *args, **kwargs)
-        self._view[self._param] = values
-        dict.clear(self)
-        dict.update(self, self._view[self._param])
+        with self._view.turn:
+            values = dict(self._view[self._param])  # as it is now, which may be steps later
+            result = change(values, *args, **kwargs)
+            self._view[self._param] = values
+            dict.clear(self)
+            dict.update(self, self._view[self._param])
         return result
 
     return changed

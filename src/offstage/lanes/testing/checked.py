@@ -18,9 +18,8 @@ import torch
 from offstage.lanes.host_threads import HostThreads, Slice
 from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work
 from offstage.lanes.link import link_for, use_lanes
-from offstage.lanes.testing.happens_before import HOST, Clock, Clocks
+from offstage.lanes.testing.happens_before import CALLER, HOST, Clock, Clocks
 
-_CALLER = Lane.CALLER.value
 _Moment = tuple[Mark, Clock]
 
 
@@ -29,11 +28,12 @@ class CheckedLanes(Lanes):
 
     checks = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, clocks: Clocks | None = None) -> None:
+        """`clocks`: those of another set of lanes, `beside()` which these are."""
         self.device = device
         with use_lanes(None):
             self._inner = link_for(device).lanes()
-        self._clocks = Clocks()
+        self._clocks = clocks if clocks is not None else Clocks()
         self.accesses = 0
         """Buffers looked at so far."""
 
@@ -78,11 +78,11 @@ class CheckedLanes(Lanes):
         self._inner.threads = threads
 
     def mark(self) -> _Moment:
-        return self._inner.mark(), self._work(_CALLER)
+        return self._inner.mark(), self._work(CALLER)
 
     def wait(self, mark: _Moment, reason: str) -> None:
         self._inner.wait(mark[0], reason)
-        self._clocks.wait(_CALLER, mark[1])
+        self._clocks.wait(CALLER, mark[1])
 
     def wait_on_host(self, mark: _Moment, reason: str) -> None:
         self._inner.wait_on_host(mark[0], reason)
@@ -97,7 +97,7 @@ class CheckedLanes(Lanes):
         return tensor
 
     def release(self, tensor: torch.Tensor, after: _Moment, reason: str) -> None:
-        self._clocks.wait(_CALLER, after[1])
+        self._clocks.wait(CALLER, after[1])
         self.touch(writes=[tensor])
         self._inner.release(tensor, after[0], reason)
 
@@ -107,7 +107,7 @@ class CheckedLanes(Lanes):
 
     def synchronize(self, reason: str) -> None:
         self._inner.synchronize(reason)
-        self._clocks.wait_for_all(HOST, but=_CALLER)
+        self._clocks.wait_for_all(HOST)
 
     def blocking(self) -> contextlib.AbstractContextManager[Any]:
         return self._inner.blocking()
@@ -155,7 +155,7 @@ class CheckedLanes(Lanes):
         return self._inner.elapsed_ms(start, stop)
 
     def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
-        self._work(_CALLER, (), reads, writes)
+        self._work(CALLER, (), reads, writes)
 
     def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._work(HOST, (), reads, writes)

@@ -8,6 +8,7 @@ declared accesses: `LazyLanes` uses it in tests without an accelerator, `Checked
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,7 +18,9 @@ from offstage.errors import RaceError
 
 Clock = dict[str, int]
 """Lane → the latest tick of it that is known to have passed."""
-HOST = "host"
+HOST, CALLER = "host", "caller"
+SHARED = (HOST, CALLER)
+"""These belong to no user of lanes: they give work to the lanes of all."""
 
 
 def join(target: Clock, other: Clock) -> None:
@@ -81,12 +84,24 @@ class HappensBefore:
 
 
 class Clocks:
-    """The clocks of one device's lanes, of its caller's stream and of the host, over one checker."""
+    """The clocks of one set of lanes, of the caller's stream and of the host, over one checker.
+
+    Several sets of lanes, of an optimizer and of a model's activations, have lanes of their own and one caller and one
+    host (`beside`): what one of them writes and another reads must be ordered by what the caller or the host waits for.
+    """
 
     def __init__(self, checker: HappensBefore | None = None) -> None:
         self._checker = checker if checker is not None else HappensBefore()
         self._clocks: dict[str, Clock] = {}
-        self._alone = 0
+        self._number = itertools.count(1)
+        self._of = ""
+
+    def beside(self) -> Clocks:
+        """The clocks of another set of lanes with the same caller, host and checker."""
+        made = Clocks(self._checker)
+        made._clocks, made._number = self._clocks, self._number
+        made._of = f" of user {next(self._number)}"
+        return made
 
     def work(
         self,
@@ -102,8 +117,9 @@ class Clocks:
         `ordered`: it also comes after what the lane got before.
         """
         if not ordered:
-            self._alone += 1
-            lane = f"{lane} ({self._alone})"
+            lane = f"{lane}{self._of} ({next(self._number)})"
+        elif lane not in SHARED:
+            lane += self._of
         clock = self._clocks.setdefault(lane, {lane: 0})
         for other in (self._clocks.get(HOST, {}), *after):  # whatever the host waited for lies before all it does next
             join(clock, other)
@@ -115,10 +131,10 @@ class Clocks:
         """`who` (the caller's stream, the host) goes on only after `moment`."""
         join(self._clocks.setdefault(who, {who: 0}), moment)
 
-    def wait_for_all(self, who: str, *, but: str) -> None:
-        """`who` goes on only after everything that any lane but one has been given."""
+    def wait_for_all(self, who: str) -> None:
+        """`who` goes on only after everything that any of these lanes has been given."""
         for lane, clock in list(self._clocks.items()):
-            if lane not in (who, but):
+            if lane not in SHARED and lane.partition(" (")[0].endswith(self._of):
                 self.wait(who, clock)
 
 

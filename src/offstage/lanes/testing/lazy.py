@@ -17,10 +17,9 @@ import torch
 
 from offstage.lanes.host_threads import Slice
 from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Work, run_all
-from offstage.lanes.testing.happens_before import HOST, Clock, Clocks, HappensBefore
+from offstage.lanes.testing.happens_before import CALLER, HOST, Clock, Clocks
 
 _POISON_BYTE = 0xA5
-_CALLER = Lane.CALLER.value
 
 
 @dataclass(eq=False)
@@ -52,12 +51,13 @@ class LazyLanes(Lanes):
     checks = True
 
     def __init__(
-        self, device: torch.device, *, seed: int = 0, waits: WaitLog | None = None, checker: HappensBefore | None = None
+        self, device: torch.device, *, seed: int = 0, waits: WaitLog | None = None, clocks: Clocks | None = None
     ) -> None:
+        """`clocks`: those of another set of lanes, `beside()` which these are."""
         self.device = device
         self.waits = waits if waits is not None else WaitLog()
         self.log: list[str] = []
-        self._clocks = Clocks(checker)
+        self._clocks = clocks if clocks is not None else Clocks()
         self._random = random.Random(seed)
         # Some seeds never run anything early; the others run a little now and then.
         self._early = (0.0, 0.3, 0.7)[seed % 3]
@@ -99,12 +99,12 @@ class LazyLanes(Lanes):
         return self.submit(Lane.HOST, lambda: _all(order), after=after, reads=reads, writes=writes)
 
     def mark(self) -> _Work:
-        return _Work(Lane.CALLER, _nothing, [], self._clocks.work(_CALLER, []), done=True)
+        return _Work(Lane.CALLER, _nothing, [], self._clocks.work(CALLER, []), done=True)
 
     def wait(self, mark: _Work, reason: str) -> None:
         if self.waits.keeps(reason):
             self._force([mark])
-            self._clocks.wait(_CALLER, mark.clock)
+            self._clocks.wait(CALLER, mark.clock)
 
     def wait_on_host(self, mark: _Work, reason: str) -> None:
         if self.waits.keeps(reason):
@@ -127,7 +127,7 @@ class LazyLanes(Lanes):
     def synchronize(self, reason: str) -> None:
         if self.waits.keeps(reason):
             self._force(list(self._pending))
-            self._clocks.wait_for_all(HOST, but=_CALLER)
+            self._clocks.wait_for_all(HOST)
 
     def passed(self, mark: _Work) -> bool:
         if mark.done:
@@ -135,7 +135,7 @@ class LazyLanes(Lanes):
         return mark.done
 
     def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
-        self._clocks.work(_CALLER, [], reads=reads, writes=writes)
+        self._clocks.work(CALLER, [], reads=reads, writes=writes)
 
     def touch_on_host(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._clocks.work(HOST, [], reads=reads, writes=writes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from offstage.activations.hooks import running_backward, uses_ddp
+from offstage.activations.host_weights import is_host_weight
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
 from offstage.errors import ConfigError, OffstageError, StepLostError
@@ -46,6 +46,8 @@ _GATHERS = (
 class Owner(Protocol):
     """The optimizer's runtime, as far as updates outside `step()` need it."""
 
+    @property
+    def turn(self) -> contextlib.AbstractContextManager[Any]: ...
     @property
     def config(self) -> OffloadConfig: ...
     @property
@@ -77,8 +79,6 @@ class Overlap:
         _refuse_model(config, model)
         self._owner_ref = weakref.ref(owner)  # which owns this: no cycle, so that dropping it frees its memory at once
         self._config = config
-        self._lock = threading.RLock()
-        """Autograd runs the hooks of each device in a thread of its own."""
         self._off = False
         """A graph was captured: there will be no more cues."""
         self._accumulating = 0
@@ -139,20 +139,22 @@ class Overlap:
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Gradients that come within are not final."""
-        self._accumulating += 1
+        with self._owner.turn:
+            self._accumulating += 1
         try:
             yield
         finally:
-            self._accumulating -= 1
+            with self._owner.turn:
+                self._accumulating -= 1
 
     # Cues
 
     def gradient_ready(self, param: torch.Tensor) -> None:
         """Called by autograd's thread, with the stream current on which the gradient was made."""
-        places = self._owner.places
-        if self._off or any(self._captured(engine) for engine, _ in places.by_engine([param])):
-            return
-        with self._lock, torch.no_grad(), deferred_interrupts():
+        with self._owner.turn, torch.no_grad(), deferred_interrupts():
+            places = self._owner.places
+            if self._off or any(self._captured(engine) for engine, _ in places.by_engine([param])):
+                return
             if not self._fired and not self._accumulating:
                 self._begin_backward()
             for engine, (state,) in self._owner.places.by_engine([param]):
@@ -187,6 +189,10 @@ class Overlap:
 
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """The caller's stream waits for the updates of this module's weights, and for nothing else."""
+        with self._owner.turn:
+            self._before_forward(params, module)
+
+    def _before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         if self._config.update_in_backward:
             _refuse_ddp(uses_ddp())
             self._refuse_forward(params, module)
@@ -202,18 +208,20 @@ class Overlap:
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is read."""
-        self.check_between_steps()
-        for engine, states in self._owner.places.by_engine(params):
-            if not engine.transport.lanes.capturing():
-                engine.settle(states, "read: the weights are ready")
+        with self._owner.turn:
+            self.check_between_steps()
+            for engine, states in self._owner.places.by_engine(params):
+                if not engine.transport.lanes.capturing():
+                    engine.settle(states, "read: the weights are ready")
 
     def before_load(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is loaded: maybe to go on after a step that was lost."""
-        self._owner.iteration.give_up("A model was loaded between backward and step().")
-        for engine, states in self._owner.places.by_engine(params):
-            if not engine.transport.lanes.capturing():
-                with contextlib.suppress(StepLostError):
-                    engine.settle(states, "read: the weights are ready")
+        with self._owner.turn:
+            self._owner.iteration.give_up("A model was loaded between backward and step().")
+            for engine, states in self._owner.places.by_engine(params):
+                if not engine.transport.lanes.capturing():
+                    with contextlib.suppress(StepLostError):
+                        engine.settle(states, "read: the weights are ready")
 
     def check_between_steps(self) -> None:
         """Raise if some weights are new and some are old: a reader would get a mixture."""
@@ -341,9 +349,12 @@ class Overlap:
         blind = 0
         for state in [*self._owner.iteration.early.values(), *(update.of for update in updates)]:
             # A weight with gaps is updated as a copy and written back when it is settled, which must not be forgotten.
-            seen = state.param in self._running and is_dense(state.local)
+            # A weight on the host is fetched ahead of its module's forward.
+            seen = state.param in self._running and is_dense(state.local) and not is_host_weight(state.param)
             if self._config.overlap_forward and not self._off and not self._gathers and seen:
                 late.add(state)
+                if (gradient := state.param.grad) is not None:
+                    self._owner.iteration.taken.setdefault(state.param, gradient.dtype)
                 state.param.grad = None
             elif state.placement is not Placement.RESIDENT:
                 blind += 1
@@ -363,7 +374,7 @@ class Overlap:
             self._blind = (
                 f"overlap_forward: step() waits for {blind} of {blind + late} parameters, because the forward of their "
                 "modules was not seen (another module reads their weights, or the model was compiled after offload()), "
-                "or because they have gaps in memory"
+                "or because they have gaps in memory or live on the host"
             )
             logger.warning(self._blind)
 
