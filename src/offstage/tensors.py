@@ -36,7 +36,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
 
-from offstage.errors import ConfigError
+from offstage.errors import ConfigError, OffstageError
 
 # Flat views #
 
@@ -142,7 +142,11 @@ def largest_shard(param: torch.Tensor) -> int:
 def local_gradient(param: torch.Tensor, name: str) -> torch.Tensor:
     """This rank's part of the gradient. Every rank of the mesh must call it."""
     grad = param.grad
-    assert grad is not None
+    if grad is None:
+        raise OffstageError(
+            f"The gradient of {name!r} was removed by another thread while step() was using it; expected gradients to "
+            "stay until step() returns. Zero them in the thread that makes the steps."
+        )
     if isinstance(param, DTensor) != isinstance(grad, DTensor):
         kinds = ["a DTensor" if isinstance(one, DTensor) else "a plain tensor" for one in (param, grad)]
         raise ConfigError(

@@ -8,6 +8,7 @@ no tensor and sends nothing to other ranks: shapes and offsets come from meshes 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,6 +149,11 @@ def checked_optimizer(optimizer: torch.optim.Optimizer | None) -> OffloadedOptim
             "the formats are the same."
         )
     return optimizer
+
+
+def turn_of(optimizer: torch.optim.Optimizer | None) -> contextlib.AbstractContextManager[Any]:
+    """Held while the optimizer is saved or loaded: another thread that trains with it waits."""
+    return runtime_of(optimizer).turn if isinstance(optimizer, OffloadedOptimizer) else contextlib.nullcontext()
 
 
 def synchronize_devices(model: nn.Module) -> None:

@@ -36,6 +36,7 @@ from offstage.checkpoint.catalogue import (
     part_of,
     same_options,
     synchronize_devices,
+    turn_of,
 )
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, checked_folder, read_manifest, verify
@@ -75,7 +76,18 @@ def load(
     Every rank calls it. `checksums=False` compares only the sizes of the files. A folder that
     `torch.distributed.checkpoint` wrote has no manifest and is loaded without either check, with a warning.
     """
-    ranks = Ranks(group)
+    with turn_of(optimizer):
+        return _load(folder, model, optimizer, checksums, splitter, Ranks(group))
+
+
+def _load(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    checksums: bool,
+    splitter: Splitter,
+    ranks: Ranks,
+) -> dict[str, Any]:
     with ranks.failing_together("Verifying the checkpoint"):
         path = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)

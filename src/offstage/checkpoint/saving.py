@@ -33,6 +33,7 @@ from offstage.checkpoint.catalogue import (
     catalogue_of,
     checked_optimizer,
     synchronize_devices,
+    turn_of,
 )
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import (
@@ -79,6 +80,7 @@ def save(
     """
     ranks = Ranks(group)
     with contextlib.ExitStack() as until_written:
+        until_written.enter_context(turn_of(optimizer))
         with ranks.failing_together("Preparing the checkpoint"):
             path = checked_folder(folder)
             offloaded = _drained(optimizer)
@@ -199,7 +201,7 @@ def async_save(
     ranks = Ranks(_background_group())
     started = AsyncSave()
     try:
-        with ranks.failing_together("Preparing the checkpoint"):
+        with turn_of(optimizer), ranks.failing_together("Preparing the checkpoint"):
             started._prepare(folder, model, optimizer, extra or {}, splitter, ranks)
         _last = started
         threading.Thread(target=started._run, args=(ranks,), name="offstage-save", daemon=False).start()

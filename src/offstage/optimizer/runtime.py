@@ -385,7 +385,8 @@ class Runtime:
 
     def settle_snapshots(self) -> None:
         """Make the copies that snapshots have asked for: before waiting for the writer of one."""
-        self.places.settle_snapshots()
+        with self.turn:
+            self.places.settle_snapshots()
 
     def before_overwrite(self) -> None:
         """State is about to be written by something other than a step: a save that is still reading it goes first."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,8 @@ class Overlap:
         self._config = config
         self._off = False
         """A graph was captured: there will be no more cues."""
+        self._loop_thread: int | None = None
+        """The thread that makes the steps."""
         self._accumulating = 0
         self._fired: Counter[torch.Tensor] = Counter()
         self._cues_so_far = 0
@@ -153,6 +156,8 @@ class Overlap:
         """Called by autograd's thread, with the stream current on which the gradient was made."""
         with self._owner.turn, torch.no_grad(), deferred_interrupts():
             places = self._owner.places
+            if param.grad is None:  # zeroed by another thread, while this one waited for its turn
+                return
             if self._off or any(self._captured(engine) for engine, _ in places.by_engine([param])):
                 return
             if not self._fired and not self._accumulating:
@@ -272,7 +277,10 @@ class Overlap:
             if again := [param for param in params if param in self._fired]:
                 self.selection.exclude(again)
         elif iteration.early:
-            if (changed := iteration.what_changed(self._owner.groups, self._owner.defaults)) is not None:
+            # In another thread than the loop's: that one may be in the middle of its backward, which has not failed.
+            in_loop = threading.get_ident() == self._loop_thread
+            changed = iteration.what_changed(self._owner.groups, self._owner.defaults) if in_loop else None
+            if changed is not None:
                 self._owner.restart(changed)
                 return
             raise OffstageError(
@@ -344,6 +352,7 @@ class Overlap:
 
     def end_step(self, updates: Sequence[ParamUpdate]) -> set[ParamState]:
         """Take the gradients; return the states whose weights may come as late as in the next forward."""
+        self._loop_thread = threading.get_ident()
         self._window.end_step(self._cues_so_far, self._engines, off=self._off)
         late: set[ParamState] = set()
         blind = 0
