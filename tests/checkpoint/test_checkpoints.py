@@ -48,6 +48,7 @@ from tests.support.contract import adamw as adamw_of
 from tests.support.lives import end_step
 from tests.support.refusals import refused
 from tests.support.slow_writer import LONGEST_S, SlowWriter, held_back
+from tests.support.threaded_lanes import wait_until
 from tests.support.training import THREADED, lazily
 
 RESIDENT = {"fraction": 0.0}
@@ -493,6 +494,16 @@ def test_extra_bytes_are_those_of_what_was_overwritten(setting, kind, slow, tmp_
         again.finish(saving)
     assert quick.extra_bytes < saving.extra_bytes < weight_bytes(model) + 0.75 * state_bytes(optimizer)
     assert_same_tree(loaded_from(tmp_path / "saved"), plainly(clip, 3))
+
+
+def test_a_save_ends_though_no_lane_makes_its_copies(tmp_path, slow):
+    """Lanes that run nothing until it is waited for: the writer makes the copies that a step has asked for itself."""
+    model, optimizer = deep_after(3, MASTERS, 0)
+    saving = checkpoint.async_save(tmp_path / "saved", model, optimizer)
+    iterate(model, optimizer, range(3, 5))
+    slow.open()
+    assert wait_until(saving.done)
+    assert_same_tree(loaded_from(tmp_path / "saved"), plainly(None, 3))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 
 import contextlib
 import contextvars
+import faulthandler
 import inspect
 import sys
 import threading
@@ -134,8 +135,10 @@ def second_thread(calls, model, optimizer):
         yield found
     finally:
         stop.set()
-        thread.join(60)
+        thread.join(20)
         sys.setswitchinterval(before)
+        if thread.is_alive():  # where it stands, and where the others do
+            faulthandler.dump_traceback(sys.__stderr__)
         assert not thread.is_alive()
 
 
@@ -180,6 +183,7 @@ def test_writing_while_the_loop_trains_is_clear_and_leaves_nothing_behind(mode, 
     writes = {name: call for name, call in WRITES.items() if name not in ("close", "add_param_group")}
     with lazily(kind):
         model, optimizer, _ = made(mode)
+        iterate(model, optimizer, range(2), clip)  # it is known from here on that the loop clips
         with second_thread(writes, model, optimizer) as found:
             for number in range(STEPS):
                 try:

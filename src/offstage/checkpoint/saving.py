@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,6 @@ class AsyncSave:
         self.folder = Path()
         self._over = threading.Event()
         self._error: BaseException | None = None
-        self._settle: weakref.WeakMethod[Callable[[], None]] | None = None
         self._snapshots: dict[int, Snapshot] = {}
         self._staging: SnapshotStaging | None = None
         self._catalogue: Catalogue | None = None
@@ -117,9 +116,6 @@ class AsyncSave:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the save has ended, successfully or not."""
-        settle = self._settle() if self._settle is not None else None  # None: the optimizer no longer exists
-        if settle is not None:
-            settle()
         if not self._over.wait(timeout):
             raise TimeoutError(f"The save to {self.folder} is not over after {timeout} s.")
 
@@ -145,9 +141,7 @@ class AsyncSave:
         catalogue_of(model, offloaded, extra, splitter, count)
         _check_host_memory(offloaded, sum(count.needed.values()))
         if offloaded is not None:
-            runtime = runtime_of(offloaded)
-            self._snapshots = runtime.take_snapshots()
-            self._settle = weakref.WeakMethod(runtime.settle_snapshots)
+            self._snapshots = runtime_of(offloaded).take_snapshots()
         pin = offloaded is None or offloaded.config.pin_memory
         self._staging = SnapshotStaging(self._snapshots, count.needed, pin=pin)
         self._catalogue = catalogue_of(model, offloaded, extra, splitter, self._staging)
@@ -176,7 +170,7 @@ class AsyncSave:
             snapshot.close()
         if self._staging is not None:
             self._staging.close()
-        self._settle, self._snapshots, self._staging, self._catalogue = None, {}, None, None
+        self._snapshots, self._staging, self._catalogue = {}, None, None
         self._until_over.close()
         self._over.set()
 

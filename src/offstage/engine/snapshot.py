@@ -2,15 +2,16 @@
 """`Snapshot`: state on the host as it was at one moment, for a writer that reads it while training goes on.
 
 Nothing is copied when it is taken. A chunk that is about to be overwritten while the writer still needs it is copied
-first (`preserve`), by the threads of the host, and what overwrites it waits for the copy.
+first (`preserve`), by the threads of the host, and what overwrites it waits for the copy. If the writer comes first, it
+makes the copy itself: a save waits for no lane, whatever becomes of the optimizer.
 
-Who touches what, and which mark separates them:
+Who touches what, and what separates them:
 
 | buffer | written by | read by | separated by |
 |---|---|---|---|
 | arena range | store, host threads | the writer | `Unit.copies`, set before an overwrite may begin, seen after a read |
-| copy of a unit | the job of `preserve` | the writer | `Unit.copied` |
-| arena range | store, host threads | the job of `preserve` | its mark, which the overwrite waits for |
+| copy | the job of `preserve` or the writer, whichever comes first | the writer | the copy's lock |
+| arena range | store, host threads | whichever copies | the mark of the job, which the overwrite waits for |
 """
 
 from __future__ import annotations
@@ -18,16 +19,33 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lanes, Mark
 from offstage.memory.arena import Arena, map_exact
 from offstage.planning.layout import Chunk, Layout, Piece
 
-_LONGEST_WAIT_S = 600.0
+
+class _Copy:
+    """One key of a chunk: room for it, and what is to be copied there."""
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self._source, self._room = source, _room_for(source)
+        self._lock, self._is_made = threading.Lock(), False
+
+    @property
+    def nbytes(self) -> int:
+        return self._room.nbytes
+
+    def make(self) -> torch.Tensor:
+        """The copy. The first caller makes it; a second one waits for that."""
+        with self._lock:
+            if not self._is_made:
+                self._room.copy_(self._source)
+                self._is_made = True
+        return self._room
 
 
 @dataclass(eq=False)
@@ -36,11 +54,7 @@ class Unit:
 
     readers: int | None = None
     """How many lines of it the writer has still to read, as soon as that is known."""
-    copies: dict[str, torch.Tensor] | None = None
-    left: int = 0
-    """Copies that are still to be made, by several threads."""
-    copied: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    copies: dict[str, _Copy] | None = None
     mark: Mark = None
 
 
@@ -72,30 +86,20 @@ class Snapshot:
                 return unit.mark
             ranges = self.layout.chunks[number].ranges
             sources = {key: arena.flat[slice(*ranges[key])] for key, arena in self.arenas.items()}
-            unit.copies = {key: _room_for(source) for key, source in sources.items()}
-            self._held_bytes += sum(copy.nbytes for copy in unit.copies.values())
+            copies = {key: _Copy(source) for key, source in sources.items()}
+            unit.copies = copies
+            self._held_bytes += sum(copy.nbytes for copy in copies.values())
             self.copied_bytes = max(self.copied_bytes, self._held_bytes)
-            copies = unit.copies
-            unit.left = len(copies)
         unit.mark = lanes.submit_on_host(
-            [functools.partial(_copy, unit, copies[key], source) for key, source in sources.items()],
+            [functools.partial(_make, copy) for copy in copies.values()],
             after={},
-            reads=list(sources.values()),  # the copies are the writer's, who waits for `copied` and not for a mark
+            reads=list(sources.values()),  # the copies are the writer's, who waits for none of the marks
         )
         return unit.mark
 
-    def wait(self, lanes: Lanes) -> None:
+    def wait(self) -> None:
         """Return when the writer needs the arenas no more."""
-        self.settle(lanes)
         self._over.wait()
-
-    def settle(self, lanes: Lanes) -> None:
-        """Return when every copy that was asked for is made."""
-        with self._lock:
-            units = list(self._units.values())
-        for unit in units:
-            if unit.mark is not None:
-                lanes.wait_on_host(unit.mark, "snapshot: the chunk is copied")
 
     # For the writer
 
@@ -131,13 +135,8 @@ class Snapshot:
         with self._lock:  # what was read before a copy was asked for cannot have been overwritten yet
             copies = unit.copies
         if copies is not None:
-            if not unit.copied.wait(_LONGEST_WAIT_S):
-                raise OffstageError(
-                    f"Chunk {chunk.number} was to be copied for a save, and was not within {_LONGEST_WAIT_S:.0f} s; "
-                    "expected host threads to do it at once. The save is given up; please report this."
-                )
             offset = chunk.ranges[key][0]
-            into.copy_(copies[key][start - offset : stop - offset])
+            into.copy_(copies[key].make()[start - offset : stop - offset])
 
     def _release_if_read(self, number: int) -> None:
         if self._units[number].readers == 0:
@@ -160,9 +159,5 @@ def _room_for(source: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(map_exact(source.nbytes), dtype=source.dtype, count=source.numel())
 
 
-def _copy(unit: Unit, copy: torch.Tensor, source: torch.Tensor) -> None:
-    copy.copy_(source)
-    with unit.lock:
-        unit.left -= 1
-        if unit.left == 0:
-            unit.copied.set()
+def _make(copy: _Copy) -> None:
+    copy.make()

@@ -226,25 +226,19 @@ class Places:
         """Snapshots of all state on the host, by the identity of the host state. The lanes have been drained."""
         self.wait_for_snapshots()
         taken = {}
-        for _, host in self._host_states():
+        for host in self._host_states():
             taken[id(host)] = host.snapshot = Snapshot(host.layout, host.arenas)
         return taken
 
     def wait_for_snapshots(self) -> None:
         """Return when no writer needs the state of a moment before."""
-        for engine, host in self._host_states():
+        for host in self._host_states():
             if host.snapshot is not None:
-                host.snapshot.wait(engine.transport.lanes)
+                host.snapshot.wait()
                 host.snapshot = None
 
-    def settle_snapshots(self) -> None:
-        """Return when all copies that snapshots have asked for are made: their writer may wait for these."""
-        for engine, host in self._host_states():
-            if host.snapshot is not None:
-                host.snapshot.settle(engine.transport.lanes)
-
-    def _host_states(self) -> Iterator[tuple[Engine, HostState]]:
-        return ((engine, host) for engine in self.engines.values() for host in engine.arenas.sets)
+    def _host_states(self) -> Iterator[HostState]:
+        return (host for engine in self.engines.values() for host in engine.arenas.sets)
 
     def moved_to(self, config: OffloadConfig, groups: Groups) -> Places:
         """All state in new places, as `config` says; the lanes have been drained.

@@ -383,11 +383,6 @@ class Runtime:
         """Snapshots of the state on the host, which has been drained, for a writer that goes on by itself."""
         return self.places.take_snapshots()
 
-    def settle_snapshots(self) -> None:
-        """Make the copies that snapshots have asked for: before waiting for the writer of one."""
-        with self.turn:
-            self.places.settle_snapshots()
-
     def before_overwrite(self) -> None:
         """State is about to be written by something other than a step: a save that is still reading it goes first."""
         self.places.wait_for_snapshots()
