@@ -252,7 +252,7 @@ def total_norm(
         norms.append(_norm_over(mesh, placements, parts, norm_type))
     if len(norms) != 1:
         device = norms[0].device if norms else torch.device("cpu")
-        there = [norm.to(device) for norm in norms] or [torch.zeros(())]
+        there = [norm.to(device) for norm in norms] or [torch.zeros((), dtype=torch.float32, device=device)]
         norms = [torch.linalg.vector_norm(torch.stack(there), norm_type)]
     return _reduced(norms[0], group, norm_type) if group is not None else norms[0]
 

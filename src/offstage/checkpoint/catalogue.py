@@ -135,7 +135,7 @@ def part_of(name: str, tensor: torch.Tensor) -> Part:
     """This rank's elements of `tensor`, in memory order."""
     local = local_of(tensor)
     offset, size = local_box(tensor)
-    strides = as_param(torch.empty(local.numel(), device="meta"), local.to("meta")).stride()
+    strides = as_param(torch.empty(local.numel(), dtype=local.dtype, device="meta"), local.to("meta")).stride()
     return whole(name, tuple(tensor.shape), Box(offset, size), strides)
 
 

@@ -232,7 +232,7 @@ class _Load:
     def _parts(self, held: ParamState, name: str, key: str) -> list[Part]:
         shaped = next((one.shape for one in held.keys if one.name == key and one.shape is not None), None)
         if shaped is not None:
-            return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, device="meta"))]
+            return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, dtype=torch.float32, device="meta"))]
         parts = self._layouts.parts(name, held.param)
         return [part.renamed(f"{OPTIM}.state.{part.name}.{key}") for part in parts]
 
@@ -270,7 +270,7 @@ class _Load:
         if name not in self._stored.tensors:
             return self._stored.object(name)
         shape, dtype = self._stored.tensors[name]
-        value = torch.empty(shape, dtype=dtype)
+        value = torch.empty(shape, dtype=dtype, device="cpu")
         self._stored.read(name, Box((0,) * len(shape), shape), value)
         return value
 
@@ -419,7 +419,7 @@ class _Load:
         def rounded() -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
             for part in self._parts(held, name, MASTER_KEY):
                 for block in part.blocks(at_most):
-                    master = torch.empty(block.box.size, dtype=torch.float32)
+                    master = torch.empty(block.box.size, dtype=torch.float32, device="cpu")
                     if saved:
                         self._stored.read(block.name, block.box, into=master)
                     else:
@@ -451,9 +451,9 @@ def _box(shard: Sequence[Any]) -> Box:
 
 def _places(part: Part) -> torch.Tensor:
     """The position of each element of the box in the flat run."""
-    places = torch.full((1,) * len(part.box.size), part.start)
+    places = torch.full((1,) * len(part.box.size), part.start, dtype=torch.int64, device="cpu")
     for dim, (length, stride) in enumerate(zip(part.box.size, part.strides, strict=True)):
-        steps = stride * torch.arange(length)
+        steps = stride * torch.arange(length, dtype=torch.int64, device="cpu")
         places = places + steps.view([-1 if other == dim else 1 for other in range(len(part.box.size))])
     return places
 

@@ -172,7 +172,9 @@ class Stored:
                 into.copy_(_at(file.tensor(header), inside))
                 return
             # One buffer for all blocks: the allocator would cache several of this size.
-            buffer = torch.empty(0 if aligned else min(BLOCK_BYTES, inside.numel * width), dtype=torch.uint8)
+            buffer = torch.empty(
+                0 if aligned else min(BLOCK_BYTES, inside.numel * width), dtype=torch.uint8, device="cpu"
+            )
             for block in blocks_of(inside, BLOCK_BYTES // width):
                 source = _at(file.tensor(header), block) if aligned else file.aligned(header, block, buffer)
                 _at(into, block.within(inside)).copy_(source)
@@ -255,7 +257,7 @@ class _Mapped:
                 f"{path}: expected a file of the checkpoint; found {error.strerror or error}. The checkpoint is "
                 f"incomplete, or not readable from this machine. {_USE_ANOTHER}"
             ) from error
-        self._bytes = _as_bytes(self._map) if self._map is not None else torch.empty(0, dtype=torch.uint8)
+        self._bytes = _as_bytes(self._map) if self._map is not None else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def open(self) -> BinaryIO:
         """The file itself, for reading and seeking headers."""

@@ -64,12 +64,12 @@ def export_first(state: ParamState) -> dict[str, Any]:
     """What there would be before its first step; nothing where the rule cannot tell."""
     if state.rule.counts_from is None:
         return {}
-    result: dict[str, Any] = {"step": torch.tensor(state.rule.counts_from)}
+    result: dict[str, Any] = {"step": torch.tensor(state.rule.counts_from, dtype=torch.float32, device="cpu")}
     for key in state.keys:
         if key.name in (MASTER_KEY, MASTER_LOW_KEY):
             result[MASTER_KEY] = like(state.local.detach().to("cpu", torch.float32), state.param)
         else:
-            zeros = torch.zeros(key.numel(state.local), dtype=key.dtype)
+            zeros = torch.zeros(key.numel(state.local), dtype=key.dtype, device="cpu")
             result[key.name] = like(as_param(zeros, state.local), state.param)
     return result
 
@@ -171,13 +171,14 @@ def _shaped(state: ParamState, replacement: torch.Tensor | None, key: StateKey) 
 
 def _like(state: ParamState, key: StateKey) -> torch.Tensor:
     """A tensor whose memory order the key's flat line follows."""
-    return state.local if key.shape is None else torch.empty(key.shape, device="meta")
+    return state.local if key.shape is None else torch.empty(key.shape, dtype=key.dtype, device="meta")
 
 
 def _scalar(name: str, value: Any, device: torch.device) -> Any:
-    if name == "step":  # very old checkpoints hold a plain number
-        value = torch.as_tensor(value, dtype=torch.float32)
-    return local_of(value).detach().clone().to(device) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        value = local_of(value).detach().clone().to(device)
+    # Very old checkpoints hold a plain number.
+    return torch.as_tensor(value, dtype=torch.float32, device=device) if name == "step" else value
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -300,7 +300,7 @@ def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperpa
     """Row i of `out` = [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)] of `rows[i]`, all in fp32."""
     for i, row in enumerate(rows):
         numbers = [row.beta1, row.beta2, float(row.step), float(row.lr), row.weight_decay]
-        inputs[:, i] = torch.tensor(numbers, dtype=torch.float32)
+        inputs[:, i] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     beta1, beta2, step, lr, weight_decay = inputs[:, : len(rows)]
     out[: len(rows), 0] = lr * weight_decay
     out[: len(rows), 1] = lr / (1 - torch.pow(beta1, step))

@@ -8,6 +8,7 @@ hooks do not fire, because they belong to the outer step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -122,7 +123,8 @@ class TorchRule(Rule):
         inner = shell_of(self._inner)  # one for each call: host and device update at the same time
         inner.state, inner.param_groups = inner_state, list(groups.values())
         # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
-        self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
+        with _scalars_on_host():
+            self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
         for piece, target in zip(pieces, targets, strict=True):
             self._collect(piece, target, inner_state[target])
 
@@ -192,6 +194,13 @@ class TorchRule(Rule):
             if counter is None:
                 counter = self._foreign[weight.device] = torch.zeros(1, dtype=torch.int64, device=weight.device)
             counter += foreign.sum()
+
+
+def _scalars_on_host() -> contextlib.AbstractContextManager[Any]:
+    """Most classes create `step` without a device: with `torch.set_default_device("cuda")` it would be on the GPU,
+    where every step then waits for it."""
+    is_set = torch.get_default_device().type != "cpu"
+    return torch.device("cpu") if is_set else contextlib.nullcontext()
 
 
 def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:
