@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,16 @@ def order_of(param: torch.Tensor) -> tuple[int, ...]:
 def is_dense(param: torch.Tensor) -> bool:
     """Whether `flat_like(param, param)` is a view; otherwise it is a copy."""
     return param.is_contiguous() or _same_order(param, param)
+
+
+def number_in(value: Any) -> float | None:
+    """The real number that `value` is, alone or as the only element of a tensor with data; otherwise `None`."""
+    if isinstance(value, torch.Tensor):
+        value = local_of(value)
+        if value.numel() != 1 or value.is_complex() or value.is_meta or value.layout != torch.strided:
+            return None
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 def copy_back(flat: torch.Tensor, param: torch.Tensor) -> None:

@@ -84,6 +84,9 @@ class Stored:
                 f"{self._path}: expected the metadata of a torch.distributed.checkpoint folder; found "
                 f"{type(error).__name__}: {error}. The file is damaged or of another format. {_USE_ANOTHER}"
             ) from error
+        paths = getattr(saved, "planner_data", None)
+        self.paths: Mapping[str, Any] = paths if isinstance(paths, dict) else {}
+        """Name → its place in the nested state dict, as the file says, unchecked."""
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = tensors
         """Name → global shape and dtype."""
 

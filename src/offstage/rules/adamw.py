@@ -42,7 +42,6 @@ class AdamRule(Rule):
     rate_is_known = True
     names = frozenset({MASTER_KEY, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
     counts_from = 0.0
-    required = frozenset({"exp_avg", "exp_avg_sq"})
 
     def __init__(self, config: OffloadConfig, *, decoupled: bool) -> None:
         self._config = config
@@ -70,6 +69,9 @@ class AdamRule(Rule):
                 )
             return (StateKey(MASTER_LOW_KEY, torch.int16), *keys)
         return (StateKey(MASTER_KEY, torch.float32), *keys)
+
+    def required(self, param: torch.Tensor, group: dict[str, Any]) -> frozenset[str]:
+        return frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def signature(self, group: dict[str, Any]) -> Any:
         return bool(group["amsgrad"])

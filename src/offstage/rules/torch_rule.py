@@ -55,6 +55,17 @@ ELEMENTWISE: dict[type[optim.Optimizer], Callable[[Group], tuple[str, ...]]] = {
 }
 """Classes that treat each element alone, and the state each keeps per element."""
 
+SCALARS: dict[type[optim.Optimizer], tuple[str, ...]] = {
+    optim.ASGD: ("step", "eta", "mu"),
+    optim.Muon: (),
+    optim.NAdam: ("step", "mu_product"),
+    optim.SGD: (),
+}
+"""What each keeps once per parameter, where that is more or less than `step`."""
+
+_ONE_BY_ONE = (optim.Muon, optim.SGD)
+"""Classes that create what they miss. The others create all of a parameter's state at once, and fail without it."""
+
 WHOLE = (optim.Adafactor, optim.Muon)
 """Classes that look at a whole parameter: chunks end between parameters."""
 
@@ -77,6 +88,7 @@ class TorchRule(Rule):
         self.title, self.whole = self._class.__name__, self._class in WHOLE
         self._inner = shell_of(optimizer)
         self.names = frozenset({MASTER_KEY, *_EVERY_NAME[self._class]})
+        self.scalars = frozenset(SCALARS.get(self._class, ("step",)))
         self._foreign: dict[torch.device, torch.Tensor] = {}
         self._foreign_before: dict[torch.device, torch.Tensor] = {}
         self._remembered: dict[torch.device, int] = {}
@@ -100,6 +112,11 @@ class TorchRule(Rule):
             rows[-1], columns[-2] = 1, 1
             return (*masters, StateKey("row_var", dtype, tuple(rows)), StateKey("col_var", dtype, tuple(columns)))
         return (*masters, StateKey("variance", dtype))
+
+    def required(self, param: torch.Tensor, group: Group) -> frozenset[str]:
+        if self._class in _ONE_BY_ONE:
+            return frozenset()
+        return self.scalars | {key.name for key in self.keys(param, group)} - {MASTER_KEY}
 
     def signature(self, group: Group) -> Any:
         return ELEMENTWISE[self._class](group) if self._class in ELEMENTWISE else None
