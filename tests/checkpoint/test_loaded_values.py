@@ -92,8 +92,11 @@ def test_options_that_are_missing(tmp_path):
     refused_by_both(tmp_path, change, change, "group 0", "lacks ['lr']")
 
 
-@pytest.mark.parametrize("config", [SMALL, TORCH], ids=["ours", "torch"])
-@pytest.mark.parametrize("value", BAD_STEPS, ids=str)
+@pytest.mark.parametrize(
+    ("value", "config"),
+    [*((value, SMALL) for value in BAD_STEPS), *((value, TORCH) for value in BAD_STEPS[:1])],
+    ids=str,
+)
 def test_a_step_that_is_no_number_of_updates(value, config, tmp_path):
     def numbered(saved):
         saved["state"][2]["step"] = value

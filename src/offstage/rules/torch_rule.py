@@ -19,6 +19,7 @@ from torch import optim
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
+from offstage.rules.denormals import flushes_denormals, run_flushing
 from offstage.rules.rule import MASTER_KEY, ParamUpdate, PieceUpdate, Rule, StateKey
 from offstage.tensors import as_param
 
@@ -147,7 +148,7 @@ class TorchRule(Rule):
 
     def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
         # torch has threads of its own for the elements of a tensor.
-        return [functools.partial(self.update, pieces)]
+        return [functools.partial(run_flushing, flushes_denormals(), self.update, pieces)]
 
     def finish(self, updates: Sequence[ParamUpdate]) -> None:
         for update in updates:
