@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,6 +76,16 @@ def order_of(param: torch.Tensor) -> tuple[int, ...]:
 def is_dense(param: torch.Tensor) -> bool:
     """Whether `flat_like(param, param)` is a view; otherwise it is a copy."""
     return param.is_contiguous() or _same_order(param, param)
+
+
+def number_in(value: Any) -> float | None:
+    """The real number that `value` is, alone or as the only element of a tensor with data; otherwise `None`."""
+    if isinstance(value, torch.Tensor):
+        value = local_of(value)
+        if value.numel() != 1 or value.is_complex() or value.is_meta or value.layout != torch.strided:
+            return None
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None
 
 
 def copy_back(flat: torch.Tensor, param: torch.Tensor) -> None:
@@ -256,7 +267,7 @@ def total_norm(
         norms.append(_norm_over(mesh, placements, parts, norm_type))
     if len(norms) != 1:
         device = norms[0].device if norms else torch.device("cpu")
-        there = [norm.to(device) for norm in norms] or [torch.zeros(())]
+        there = [norm.to(device) for norm in norms] or [torch.zeros((), dtype=torch.float32, device=device)]
         norms = [torch.linalg.vector_norm(torch.stack(there), norm_type)]
     return _reduced(norms[0], group, norm_type) if group is not None else norms[0]
 

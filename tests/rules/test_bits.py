@@ -55,6 +55,37 @@ def test_close_to_torch():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+EPSILON = torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("plain", [{}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.9, 0.9999), (0.9, 0.95), (0.5, 0.9)], ids=str)
+def test_how_close_to_torch(betas, plain):
+    """The bounds that docs/internals/numerics.md promises, on the same gradients of all sizes."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-4, 4, 2001)) for _ in range(2))
+    options = {"lr": 1e-3, "betas": betas, "weight_decay": 0.1}
+    optimizer = offstage.offload(torch.optim.AdamW([ours], **options), min_bytes=0)
+    other = torch.optim.AdamW([theirs], **options, **plain)
+    scale = 10 ** torch.empty(2001).uniform_(-6, 2, generator=generator)
+    biggest, weight = torch.zeros(2001), ours.detach().abs()
+    for step in range(1, 101):
+        ours.grad = torch.randn(2001, generator=generator) * scale
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        other.step()
+        biggest, weight = torch.maximum(biggest, ours.grad.abs()), torch.maximum(weight, theirs.detach().abs())
+        if step in (1, 10, 100):
+            a, b = (
+                {name: one.double() for name, one in of.state[p].items()}
+                for of, p in ((optimizer, ours), (other, theirs))
+            )
+            assert bool(((a["exp_avg"] - b["exp_avg"]).abs() <= EPSILON / (1 - betas[0]) * biggest).all())
+            assert bool(((a["exp_avg_sq"] - b["exp_avg_sq"]).abs() <= EPSILON / (1 - betas[1]) * b["exp_avg_sq"]).all())
+            a_step = 2 * EPSILON * weight + EPSILON / (1 - betas[1]) * options["lr"]
+            assert bool(((ours - theirs).detach().abs() <= step * a_step).all())
+
+
 @pytest.mark.parametrize("name", ["bf16, fp32 masters", "bf16, split masters"])
 def test_masters_are_close_to_torch_on_the_same_gradients(name):
     """bf16 weights with masters against torch's AdamW on fp32 copies, fed with the same gradients."""

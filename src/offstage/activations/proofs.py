@@ -101,7 +101,7 @@ class Proofs:
                 self._refuse(watched)
         if self._watched and self._answer is None:
             watched, self._watched = self._watched, {}
-            any_differs = torch.empty((), dtype=torch.bool, pin_memory=lanes.device.type != "cpu")
+            any_differs = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=lanes.device.type != "cpu")
             any_differs.copy_(torch.stack(list(watched.values())).any(), non_blocking=True)
             self._answer = watched, any_differs, lanes.mark()
         return sum(self._are_same.values()) > known

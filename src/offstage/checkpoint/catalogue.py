@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,7 +137,7 @@ def part_of(name: str, tensor: torch.Tensor) -> Part:
     """This rank's elements of `tensor`, in memory order."""
     local = local_of(tensor)
     offset, size = local_box(tensor)
-    strides = as_param(torch.empty(local.numel(), device="meta"), local.to("meta")).stride()
+    strides = as_param(torch.empty(local.numel(), dtype=local.dtype, device="meta"), local.to("meta")).stride()
     return whole(name, tuple(tensor.shape), Box(offset, size), strides)
 
 
@@ -261,7 +262,7 @@ def _add_model(catalogue: Catalogue, model: nn.Module, layouts: Layouts, staging
     readers: dict[str, Reader] = {}
     for name, value in get_model_state_dict(model).items():
         if not isinstance(value, torch.Tensor):
-            catalogue.add_object((MODEL, name), value)
+            _add_extra_state(catalogue, name, value, staging)
             continue
         local = local_of(value)
         reader = readers[name] = staging.reader(flat_like(local, local))
@@ -269,6 +270,23 @@ def _add_model(catalogue: Catalogue, model: nn.Module, layouts: Layouts, staging
             renamed = part.renamed(f"{MODEL}.{part.name}")
             catalogue.add(Entry(renamed, value.dtype, reader), (MODEL, part.name))
     return readers
+
+
+def _add_extra_state(catalogue: Catalogue, name: str, value: Any, staging: Staging) -> None:
+    """Add what a module returns as its extra state: whole, as it is, and where stock torch looks for it.
+
+    `torch.distributed.checkpoint` saves each value of a dict, and of a list with tensors, under a name of its own. Keys
+    that are not strings, empty dicts and types are lost there.
+    """
+    catalogue.add_object((MODEL, name), value)
+    leaves, paths = flatten_state_dict({MODEL: {name: value}})
+    for one, leaf in leaves.items():
+        if one in catalogue.objects:
+            continue
+        if isinstance(leaf, torch.Tensor):
+            catalogue.add(_entry(part_of(one, leaf), leaf, staging), paths[one])
+        else:
+            catalogue.add_object(paths[one], leaf)
 
 
 def _add_optimizer(
@@ -407,8 +425,10 @@ def same_options(group: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
 
 
 def _same(left: Any, right: Any) -> bool:
+    if left is right:  # a NaN is not equal to itself
+        return True
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return torch.equal(left, right)
     if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         return len(left) == len(right) and all(map(_same, left, right))
-    return left is right or bool(left == right)  # a NaN is not equal to itself
+    return bool(left == right)

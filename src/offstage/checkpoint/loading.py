@@ -38,16 +38,17 @@ from offstage.checkpoint.catalogue import (
     synchronize_devices,
     turn_of,
 )
+from offstage.checkpoint.extra_state import saved_extra_state
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, checked_folder, read_manifest, verify
 from offstage.checkpoint.parts import Box, Part
 from offstage.checkpoint.ranks import Ranks, file_threads
 from offstage.checkpoint.stored import Stored
 from offstage.engine import named_state
-from offstage.errors import CheckpointError
+from offstage.errors import CheckpointError, ConfigError
 from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
-from offstage.optimizer.state_dict import replace_groups
+from offstage.optimizer.state_dict import completed_options, replace_groups
 from offstage.rules import master_weights
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState
 from offstage.tensors import flat_like, is_dense, local_of
@@ -161,16 +162,24 @@ class _Load:
         self._check_model()
         self.extra = self._extra()
         """The `extra` that was saved."""
-        self._absent: dict[str, Any] = stored.object(ABSENT_SHARDS) if ABSENT_SHARDS in stored else {}
-        self._unequal: dict[str, Any] = stored.object(SHARD_SCALARS) if SHARD_SCALARS in stored else {}
+        self._absent = self._shards(ABSENT_SHARDS)
+        self._unequal = self._shards(SHARD_SCALARS)
+        self._scalars: dict[torch.Tensor, dict[str, Any]] = {}
+        """State kept once per parameter. Without an entry, a parameter has no state in the checkpoint."""
         self._options: list[dict[str, Any]] = []
         self._before: list[dict[str, Any]] = []
         self.is_loaded = False
         if optimizer is not None:
             runtime_of(optimizer).follow_groups()
             for held in runtime_of(optimizer).all_states():
-                self._check_state(held, name_in(self._layouts, held))
-            self._options = self._checked_options(optimizer)
+                name_in(self._layouts, held)
+            try:
+                self._options = self._checked_options(optimizer)
+                for group, options in zip(optimizer.param_groups, self._options, strict=True):
+                    for param in group["params"]:
+                        self._check_state(runtime_of(optimizer).state_of(param), options)
+            except ConfigError as error:
+                raise CheckpointError(f"{stored.folder}: {error}") from error
 
     # Checking
 
@@ -180,8 +189,7 @@ class _Load:
         own = {clean_name(model, name): tensor for name, tensor in named}
         for name, value in get_model_state_dict(model).items():
             if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
-                if f"{MODEL}.{name}" in self._stored:
-                    self._objects[name] = self._value(f"{MODEL}.{name}")
+                self._objects[name] = saved_extra_state(self._stored, f"{MODEL}.{name}", value, self._value)
                 continue
             if name not in own:
                 raise CheckpointError(
@@ -213,15 +221,12 @@ class _Load:
                 "the model before it is sharded and offloaded, or load a checkpoint in its format."
             )
 
-    def _check_state(self, held: ParamState, name: str) -> None:
+    def _check_state(self, held: ParamState, options: dict[str, Any]) -> None:
+        name = name_in(self._layouts, held)
         names = self._saved_keys(name)
         if not names:
             return
-        if missing := held.rule.required - names:
-            raise CheckpointError(
-                f"{self._stored.folder}: parameter {name!r} lacks {sorted(missing)}; found {sorted(names)}. Load a "
-                "checkpoint of the same optimizer class and options."
-            )
+        named_state.check_complete(held, names, options)
         strange = [key for key in names - held.rule.names if self._stored.tensors.get(self._path(name, key), ((),))[0]]
         if strange:
             raise CheckpointError(
@@ -232,6 +237,21 @@ class _Load:
         for key in names & held.rule.names:
             for part in self._parts(held, name, key):
                 self._check(part, f"State {key!r} of parameter {name!r}", torch.float32 if key == MASTER_KEY else None)
+        if not self._is_absent(held, name):
+            self._scalars[held.param] = self._saved_scalars(held, name)
+            for key, value in self._scalars[held.param].items():
+                named_state.check_scalar(held, key, value)
+
+    def _shards(self, name: str) -> dict[str, list[tuple[Box, dict[str, Any]]]]:
+        """What was saved about single shards, by the saved name of the parameter: their boxes, and maybe scalars."""
+        saved = self._stored.object(name) if name in self._stored else {}
+        try:
+            return {param: [(_box(one), dict(*one[2:3])) for one in shards] for param, shards in saved.items()}
+        except (AttributeError, IndexError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._stored.folder}: expected {name!r} to list boxes of parameters; found {type(error).__name__}: "
+                f"{error}. The file is damaged. Use another checkpoint."
+            ) from error
 
     def _saved_keys(self, name: str) -> set[str]:
         """The state keys saved for a parameter: the same for all parts of a fused one, and some for it as a whole."""
@@ -244,17 +264,13 @@ class _Load:
     def _parts(self, held: ParamState, name: str, key: str) -> list[Part]:
         shaped = next((one.shape for one in held.keys if one.name == key and one.shape is not None), None)
         if shaped is not None:
-            return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, device="meta"))]
+            return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, dtype=torch.float32, device="meta"))]
         parts = self._layouts.parts(name, held.param)
         return [part.renamed(f"{OPTIM}.state.{part.name}.{key}") for part in parts]
 
     def _checked_options(self, optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
         """The saved options of each of the optimizer's groups, found by the names of its parameters."""
-        groups: dict[str, dict[str, Any]] = {}
-        for name in self._stored.names:
-            if name.startswith(f"{GROUPS}."):
-                number, option = name.removeprefix(f"{GROUPS}.").split(".", 1)
-                groups.setdefault(number, {})[option] = self._value(name)
+        groups = self._saved_groups()
         by_name = {param: group for group in groups.values() for param in group["params"]}
         found = []
         for place, group in enumerate(optimizer.param_groups):
@@ -274,15 +290,30 @@ class _Load:
                     "expected one. Group the parameters as they were when the checkpoint was saved."
                 )
             found.append(options[0] if options else {})
-        completed = runtime_of(optimizer).with_class_defaults([dict(options) for options in found if options])
-        rest = iter(completed)
+        rest = iter(completed_options(optimizer, runtime_of(optimizer), [dict(one) for one in found if one]))
         return [next(rest) if options else {} for options in found]
+
+    def _saved_groups(self) -> dict[str, dict[str, Any]]:
+        """The saved groups by number; by parameter, where they were saved with `flatten_optimizer_state_dict`."""
+        groups: dict[str, dict[str, Any]] = {}
+        for name in self._stored.names:
+            if name.startswith(f"{GROUPS}."):
+                owner, _, option = name.removeprefix(f"{GROUPS}.").rpartition(".")
+                groups.setdefault(owner, {})[option] = self._value(name)
+        for owner, group in groups.items():
+            params = group.setdefault("params", [owner])
+            if not isinstance(params, (list, tuple)) or not all(isinstance(param, str) for param in params):
+                raise CheckpointError(
+                    f"{self._stored.folder}: expected {GROUPS}.{owner}.params to be a list of names; found {params!r}. "
+                    "Use another checkpoint."
+                )
+        return groups
 
     def _value(self, name: str) -> Any:
         if name not in self._stored.tensors:
             return self._stored.object(name)
         shape, dtype = self._stored.tensors[name]
-        value = torch.empty(shape, dtype=dtype)
+        value = torch.empty(shape, dtype=dtype, device="cpu")
         self._stored.read(name, Box((0,) * len(shape), shape), value)
         return value
 
@@ -363,8 +394,8 @@ class _Load:
     @torch.no_grad()
     def _load_state(self, held: ParamState, group: dict[str, Any]) -> None:
         name = name_in(self._layouts, held)
-        names = set() if self._is_absent(held, name) else self._saved_keys(name)
-        named_state.set_scalars(held, self._scalars(held, name) if names else {}, group)
+        names = self._saved_keys(name) if held.param in self._scalars else set()
+        named_state.set_scalars(held, self._scalars.get(held.param, {}), group)
         kept = {key.name for key in held.keys}
         for key in kept - {MASTER_KEY, MASTER_LOW_KEY} if names else kept:
             if key in names:
@@ -377,14 +408,15 @@ class _Load:
         elif names and MASTER_LOW_KEY in kept:
             self._load_split(held, name, MASTER_KEY in names)
 
-    def _scalars(self, held: ParamState, name: str) -> dict[str, Any]:
+    def _saved_scalars(self, held: ParamState, name: str) -> dict[str, Any]:
         """State kept once per parameter; where shards differed, that of the shards that this rank holds now."""
         parts = self._layouts.parts(name, held.param)
-        shards = [one for part in parts for one in self._unequal.get(part.name, ()) if _box(one).overlap(part.box)]
-        own: dict[str, Any] = max(
-            (one[2] for one in shards), key=lambda scalars: float(scalars.get("step", 0)), default={}
-        )
-        if len({str(one[2]) for one in shards}) > 1:
+        shards = [own for part in parts for box, own in self._unequal.get(part.name, ()) if box.overlap(part.box)]
+        for one in shards:
+            for key, value in one.items():
+                named_state.check_scalar(held, key, value)
+        own: dict[str, Any] = max(shards, key=lambda scalars: float(scalars.get("step", 0)), default={})
+        if len({str(one) for one in shards}) > 1:
             logger.warning("%s: shards with different numbers of updates are joined; the largest number counts", name)
         found = {key: self._value(self._path(name, key)) for key in self._saved_keys(name) - held.rule.names}
         for key in found.keys() & own.keys():
@@ -406,8 +438,8 @@ class _Load:
         parts = self._layouts.parts(name, held.param)
         for part in parts:
             left = [part.box]
-            for one in self._absent.get(part.name, ()):
-                left = [piece for box in left for piece in box.without(_box(one))]
+            for absent, _ in self._absent.get(part.name, ()):
+                left = [piece for box in left for piece in box.without(absent)]
             if any(box.numel for box in left):
                 return False
         return held.local.numel() > 0
@@ -431,7 +463,7 @@ class _Load:
         def rounded() -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:
             for part in self._parts(held, name, MASTER_KEY):
                 for block in part.blocks(at_most):
-                    master = torch.empty(block.box.size, dtype=torch.float32)
+                    master = torch.empty(block.box.size, dtype=torch.float32, device="cpu")
                     if saved:
                         self._stored.read(block.name, block.box, into=master)
                     else:
@@ -463,9 +495,9 @@ def _box(shard: Sequence[Any]) -> Box:
 
 def _places(part: Part) -> torch.Tensor:
     """The position of each element of the box in the flat run."""
-    places = torch.full((1,) * len(part.box.size), part.start)
+    places = torch.full((1,) * len(part.box.size), part.start, dtype=torch.int64, device="cpu")
     for dim, (length, stride) in enumerate(zip(part.box.size, part.strides, strict=True)):
-        steps = stride * torch.arange(length)
+        steps = stride * torch.arange(length, dtype=torch.int64, device="cpu")
         places = places + steps.view([-1 if other == dim else 1 for other in range(len(part.box.size))])
     return places
 

@@ -46,7 +46,7 @@ class SnapshotReader(Reader):
         self._dtype = snapshot.arenas[key].dtype
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        block = torch.empty(stop - start, dtype=self._dtype)
+        block = torch.empty(stop - start, dtype=self._dtype, device="cpu")
         self._snapshot.read(self._index, self._key, start, stop, into=block)
         return block
 
@@ -61,7 +61,7 @@ class ZeroReader(Reader):
         self._dtype = dtype
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        return torch.zeros(stop - start, dtype=self._dtype)
+        return torch.zeros(stop - start, dtype=self._dtype, device="cpu")
 
 
 class ConvertedReader(Reader):

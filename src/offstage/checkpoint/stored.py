@@ -84,6 +84,9 @@ class Stored:
                 f"{self._path}: expected the metadata of a torch.distributed.checkpoint folder; found "
                 f"{type(error).__name__}: {error}. The file is damaged or of another format. {_USE_ANOTHER}"
             ) from error
+        paths = getattr(saved, "planner_data", None)
+        self.paths: Mapping[str, Any] = paths if isinstance(paths, dict) else {}
+        """Name → its place in the nested state dict, as the file says, unchecked."""
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = tensors
         """Name → global shape and dtype."""
 
@@ -172,7 +175,9 @@ class Stored:
                 into.copy_(_at(file.tensor(header), inside))
                 return
             # One buffer for all blocks: the allocator would cache several of this size.
-            buffer = torch.empty(0 if aligned else min(BLOCK_BYTES, inside.numel * width), dtype=torch.uint8)
+            buffer = torch.empty(
+                0 if aligned else min(BLOCK_BYTES, inside.numel * width), dtype=torch.uint8, device="cpu"
+            )
             for block in blocks_of(inside, BLOCK_BYTES // width):
                 source = _at(file.tensor(header), block) if aligned else file.aligned(header, block, buffer)
                 _at(into, block.within(inside)).copy_(source)
@@ -255,7 +260,7 @@ class _Mapped:
                 f"{path}: expected a file of the checkpoint; found {error.strerror or error}. The checkpoint is "
                 f"incomplete, or not readable from this machine. {_USE_ANOTHER}"
             ) from error
-        self._bytes = _as_bytes(self._map) if self._map is not None else torch.empty(0, dtype=torch.uint8)
+        self._bytes = _as_bytes(self._map) if self._map is not None else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def open(self) -> BinaryIO:
         """The file itself, for reading and seeking headers."""

@@ -113,7 +113,9 @@ class Planner(DefaultSavePlanner):
                 if dtype is None:
                     self._objects[path] = pickled(path, value)
                     continue
-                entry = Entry(whole(path, (), Box((), ())), dtype, TensorReader(torch.tensor([value], dtype=dtype)))
+                entry = Entry(
+                    whole(path, (), Box((), ())), dtype, TensorReader(torch.tensor([value], dtype=dtype, device="cpu"))
+                )
                 self.entries[MetadataIndex(path, ())] = entry
                 self._scalars.append(entry)
             if any(scalars != most for scalars in by_box.values()):

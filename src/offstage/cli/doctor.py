@@ -356,12 +356,12 @@ def _trained(device: torch.device, steps: int, **config: Any) -> list[torch.Tens
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False, device=device) for _ in range(4)))
     for param in model.parameters():
-        param.data.copy_(torch.randn(param.shape, generator=generator))
+        param.data.copy_(torch.randn(param.shape, generator=generator, dtype=torch.float32, device="cpu"))
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=device.type == "cuda")
     if config:
         optimizer = offload(optimizer, model, **config)
     for _ in range(steps):
         for param in model.parameters():
-            param.grad = torch.randn(param.shape, generator=generator).to(device)
+            param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
         optimizer.step()
     return [param.detach().cpu() for param in model.parameters()]

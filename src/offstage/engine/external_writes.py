@@ -27,7 +27,7 @@ class ExternalWrites:
     def attach(self, lanes: Lanes) -> None:
         """There are lanes from now on; there may have been steps without."""
         self._lanes = lanes
-        self._seen = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=self._device.type != "cpu")
 
     def carry_on(self, other: ExternalWrites) -> None:
         """This one takes the place of `other`: what was logged once is not logged again."""

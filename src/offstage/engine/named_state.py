@@ -8,7 +8,8 @@ on the device) does not show.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from offstage.config import Placement
 from offstage.errors import ConfigError
 from offstage.rules import master_weights
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState, StateKey
-from offstage.tensors import as_param, check_layout, flat_like, like, local_of, local_value
+from offstage.tensors import as_param, check_layout, flat_like, like, local_of, local_value, number_in
 
 logger = logging.getLogger("offstage")
 
@@ -64,12 +65,12 @@ def export_first(state: ParamState) -> dict[str, Any]:
     """What there would be before its first step; nothing where the rule cannot tell."""
     if state.rule.counts_from is None:
         return {}
-    result: dict[str, Any] = {"step": torch.tensor(state.rule.counts_from)}
+    result: dict[str, Any] = {"step": torch.tensor(state.rule.counts_from, dtype=torch.float32, device="cpu")}
     for key in state.keys:
         if key.name in (MASTER_KEY, MASTER_LOW_KEY):
             result[MASTER_KEY] = like(state.local.detach().to("cpu", torch.float32), state.param)
         else:
-            zeros = torch.zeros(key.numel(state.local), dtype=key.dtype)
+            zeros = torch.zeros(key.numel(state.local), dtype=key.dtype, device="cpu")
             result[key.name] = like(as_param(zeros, state.local), state.param)
     return result
 
@@ -83,8 +84,13 @@ def _joined(state: ParamState) -> dict[str, torch.Tensor]:
     return {MASTER_KEY: master if ours else weight.to(low.device, torch.float32), "exp_avg_sq": squares}
 
 
-def check(state: ParamState, values: Mapping[str, Any]) -> None:
-    """Raise if `values` cannot be this parameter's state. Changes nothing."""
+def check(state: ParamState, values: Mapping[str, Any], group: dict[str, Any]) -> None:
+    """Raise if `values` cannot be this parameter's state with the options of `group`. Changes nothing."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(
+            f"State of parameter {state.name!r}: expected a dict by name; found {type(values).__name__}. Load the "
+            "optimizer's part of a checkpoint."
+        )
     shapes = {key.name: tuple(state.param.shape) if key.shape is None else key.shape for key in state.keys}
     if shapes.pop(MASTER_LOW_KEY, None) is not None:
         shapes[MASTER_KEY] = tuple(state.param.shape)
@@ -102,17 +108,43 @@ def check(state: ParamState, values: Mapping[str, Any]) -> None:
                 f"State {name!r} of parameter {state.name!r}: expected shape {shapes[name]}, found {found}. "
                 "Load a checkpoint of this model, or check the order of the parameters."
             )
+        if name in state.rule.names and isinstance(value, torch.Tensor) and not value.is_floating_point():
+            raise ConfigError(
+                f"State {name!r} of parameter {state.name!r}: expected a floating point format, found {value.dtype}. "
+                "Load a checkpoint of the same optimizer class."
+            )
+        check_scalar(state, name, value)
         is_scalar = not isinstance(value, torch.Tensor) or value.numel() == 1
         if name not in shapes and name not in state.rule.names and not is_scalar:
             raise ConfigError(
                 f"Parameter {state.name!r} keeps {sorted(shapes)}; found state {name!r} of shape {found}. "
                 "Load a checkpoint of the same optimizer class and options."
             )
-    missing = state.rule.required - values.keys()
-    if values and missing:
+    check_complete(state, values.keys(), group)
+
+
+def check_scalar(state: ParamState, name: str, value: Any) -> None:
+    """Raise if `value`, loaded as `name`, is one of the rule's numbers per parameter and no sensible one."""
+    if name != "step" and name not in state.rule.scalars:
+        return
+    number = number_in(value)
+    if number is None or not math.isfinite(number) or (name == "step" and (number < 0 or number != int(number))):
+        expected = "the number of updates so far, 0 or more" if name == "step" else "a finite number"
+        found = type(value).__name__ if number is None else number
         raise ConfigError(
-            f"Parameter {state.name!r}: the state to load lacks {sorted(missing)}; found {sorted(values)}. "
-            "Load a checkpoint of the same optimizer class and options."
+            f"State {name!r} of parameter {state.name!r}: expected {expected}; found {found}. Use another checkpoint, "
+            "or load without the optimizer."
+        )
+
+
+def check_complete(state: ParamState, names: Collection[str], group: dict[str, Any]) -> None:
+    """Raise if state is loaded in part. No state at all is that of a parameter before its first update."""
+    missing = state.rule.required(state.local, group) - set(names)
+    if names and missing:
+        raise ConfigError(
+            f"Parameter {state.name!r}: the state to load lacks {sorted(missing)}; found {sorted(names)}. Load a "
+            "checkpoint of the same optimizer class and options, or leave out all state of the parameter: its moments "
+            "and bias corrections then begin anew."
         )
 
 
@@ -171,13 +203,14 @@ def _shaped(state: ParamState, replacement: torch.Tensor | None, key: StateKey) 
 
 def _like(state: ParamState, key: StateKey) -> torch.Tensor:
     """A tensor whose memory order the key's flat line follows."""
-    return state.local if key.shape is None else torch.empty(key.shape, device="meta")
+    return state.local if key.shape is None else torch.empty(key.shape, dtype=key.dtype, device="meta")
 
 
 def _scalar(name: str, value: Any, device: torch.device) -> Any:
-    if name == "step":  # very old checkpoints hold a plain number
-        value = torch.as_tensor(value, dtype=torch.float32)
-    return local_of(value).detach().clone().to(device) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        value = local_of(value).detach().clone().to(device)
+    # Very old checkpoints hold a plain number.
+    return torch.as_tensor(value, dtype=torch.float32, device=device) if name == "step" else value
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

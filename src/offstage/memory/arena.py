@@ -53,7 +53,7 @@ class Arena:
         self.pinned = pin and device.type != "cpu" and self.nbytes > 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._memory: Any = b""
-        self.flat = torch.empty(0, dtype=dtype)
+        self.flat = torch.empty(0, dtype=dtype, device="cpu")
         if self.nbytes:
             by_torch = self.pinned and device.type != "cuda"  # other accelerators: torch's own pinning
             self._memory = _pinned_by_torch(self.nbytes) if by_torch else map_exact(self.nbytes)
@@ -76,7 +76,7 @@ class Arena:
         A plain slice of the arena would make `torch.save` write the whole arena.
         """
         if numel == 0:
-            return torch.empty(0, dtype=self.dtype)
+            return torch.empty(0, dtype=self.dtype, device="cpu")
         offset = start * self.dtype.itemsize
         return torch.frombuffer(self._memory, dtype=self.dtype, count=numel, offset=offset)
 
@@ -149,7 +149,7 @@ def _stay_on(cpus: Collection[int] | None) -> None:
 
 
 def _pinned_by_torch(nbytes: int) -> Any:
-    return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True).numpy()
 
 
 def _register(address: int, nbytes: int, device: torch.device) -> None:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+import math
+import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from offstage.errors import ConfigError
-from offstage.tensors import check_dtensor, reshard
+from offstage.tensors import check_dtensor, number_in, reshard
 
 
 def check_optimizer(optimizer: Any, model: torch.nn.Module | None) -> None:
@@ -43,6 +46,57 @@ def check_options(groups: Iterable[dict[str, Any]]) -> None:
                 f"Parameter group {number} has differentiable=True, which needs all state on the device. "
                 "Use differentiable=False."
             )
+
+
+def check_saved_options(
+    kind: type[torch.optim.Optimizer], defaults: Mapping[str, Any], groups: Iterable[dict[str, Any]]
+) -> None:
+    """Raise if groups of a checkpoint have options with which no optimizer of the class `kind` could be made.
+
+    The class's own constructor decides, on a parameter of one element. Options that it does not know are the user's.
+    """
+    known = sorted(inspect.signature(kind).parameters.keys() & defaults.keys())
+    for number, group in enumerate(groups):
+        if missing := [name for name in known if name not in group]:
+            raise ConfigError(
+                f"Saved parameter group {number} lacks {missing}; expected the options of {kind.__name__}: "
+                f"{', '.join(known)}. Load a checkpoint of the same optimizer class."
+            )
+        try:
+            for name in known:
+                _check_kind(name, group[name], defaults[name])
+            options = {name: _as_floats(group[name]) for name in known}
+            kind([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **options)
+        except Exception as error:  # each class has its own way to refuse an option
+            raise ConfigError(
+                f"Saved parameter group {number} has options that {kind.__name__} does not take: {error}. Use another "
+                "checkpoint, or correct the options in its state dict."
+            ) from error
+
+
+def _check_kind(name: str, value: Any, default: Any) -> None:
+    """Raise unless `value` is of the kind of `default`: constructors compare numbers, and not all of them."""
+    if default is None:  # the constructor's own affair
+        return
+    if isinstance(default, bool):
+        if value is not None and value not in (False, True):
+            raise ValueError(f"{name} is {value!r} in place of a bool")
+    elif isinstance(default, (list, tuple)):
+        if not isinstance(value, (list, tuple)) or len(value) != len(default):
+            raise ValueError(f"{name} is {value!r} in place of {len(default)} numbers")
+        for one in value:
+            found = number_in(one)
+            if one is not None and (found is None or math.isnan(found)):
+                raise ValueError(f"{name} is {value!r}, with {one!r} in place of a number")
+    elif (found := number_in(value)) is None or not math.isfinite(found):
+        raise ValueError(f"{name} is {value!r} in place of a finite number")
+
+
+def _as_floats(value: Any) -> Any:
+    """Numbers as the constructors want them: some take 0.0 and refuse 0, and numpy's floats."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_as_floats(one) for one in value)
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else value
 
 
 def check_param(param: torch.Tensor, name: str) -> None:

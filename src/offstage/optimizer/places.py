@@ -220,7 +220,7 @@ class Places:
             for param in group["params"]:
                 name = self.names.get(param, f"of shape {tuple(param.shape)}")
                 wanted = ParamState(param, name, self._rule.keys(local_of(param), chosen), rule=self._rule)
-                named_state.check(wanted, values.get(param, {}))
+                named_state.check(wanted, values.get(param, {}), chosen)
 
     def take_snapshots(self) -> dict[int, Snapshot]:
         """Snapshots of all state on the host, by the identity of the host state. The lanes have been drained."""

@@ -271,7 +271,7 @@ class Runtime:
         engine = self.places.engines.get(device)
         lanes = engine.transport.lanes if engine is not None else ImmediateLanes(device)
         if self._norm_on_host is None:
-            self._norm_on_host = torch.zeros(2, dtype=torch.float64, pin_memory=device.type != "cpu")
+            self._norm_on_host = torch.zeros(2, dtype=torch.float64, device="cpu", pin_memory=device.type != "cpu")
         iteration.norm = Norm(
             every_param, gradients, max_norm, norm_type, group=group, seen=self._norm_on_host, lanes=lanes
         )

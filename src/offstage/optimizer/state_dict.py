@@ -17,6 +17,7 @@ import torch
 
 from offstage.engine import named_state
 from offstage.errors import ConfigError
+from offstage.optimizer.checks import check_saved_options
 from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.runtime import Runtime
 from offstage.tensors import is_divided
@@ -38,7 +39,7 @@ class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
         runtime = self._runtime
         with self.turn:
             state, group = runtime.state_of(param), runtime.group_of()[param]
-            named_state.check(state, values)
+            named_state.check(state, values, group)
             runtime.drain_state()
             runtime.before_overwrite()
             with deferred_interrupts():
@@ -161,6 +162,11 @@ def load(optimizer: torch.optim.Optimizer, runtime: Runtime, state_dict: Mapping
     runtime.follow_groups()
     groups = _checked_groups(optimizer, runtime, loaded)
     saved_ids = list(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
+    if loaded["state"] and loaded["state"].keys().isdisjoint(saved_ids):
+        raise ConfigError(
+            f"The state dict has state for {list(loaded['state'])[:3]}, …, and groups with the parameters "
+            f"{saved_ids[:3]}, …; expected the same names or numbers in both. Pass the state dict as it was saved."
+        )
     values = {param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)}
     runtime.check_values(values, groups)
     runtime.drop_iteration()
@@ -201,6 +207,12 @@ def _checked_groups(
             f"{found}. Pass the optimizer's part of the checkpoint."
         )
     have, saved = optimizer.param_groups, loaded["param_groups"]
+    if not _are_groups(saved) or not isinstance(loaded["state"], Mapping):
+        raise ConfigError(
+            "load_state_dict() expects 'state' as a dict by parameter and 'param_groups' as a list of dicts, each with "
+            f"a list 'params', as state_dict() returns; found {type(loaded['state']).__name__} and "
+            f"{type(saved).__name__} or other entries. Pass the optimizer's part of the checkpoint."
+        )
     sizes, saved_sizes = [len(g["params"]) for g in have], [len(g["params"]) for g in saved]
     if sizes != saved_sizes:
         raise ConfigError(
@@ -208,13 +220,29 @@ def _checked_groups(
             "same. Load a checkpoint of this model, with the parameters grouped as they were when it was saved."
         )
     groups = copy.deepcopy([{k: v for k, v in group.items() if k != "params"} for group in saved])
+    return completed_options(optimizer, runtime, groups)
+
+
+def completed_options(
+    optimizer: torch.optim.Optimizer, runtime: Runtime, groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The options of saved groups, with the defaults this torch version adds to old checkpoints, and checked."""
     try:
-        return runtime.with_class_defaults(groups)
+        completed = runtime.with_class_defaults(groups)
     except KeyError as error:
         raise ConfigError(
-            f"The state dict's parameter groups lack {error}; expected the options of this optimizer: "
+            f"The saved parameter groups lack {error}; expected the options of this optimizer: "
             f"{', '.join(sorted(optimizer.defaults))}. Load a checkpoint of the same optimizer class."
         ) from error
+    check_saved_options(type(runtime.shell), optimizer.defaults, completed)
+    return completed
+
+
+def _are_groups(groups: Any) -> bool:
+    """Whether they are parameter groups as `state_dict()` returns them."""
+    return isinstance(groups, (list, tuple)) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

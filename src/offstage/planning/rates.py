@@ -104,7 +104,7 @@ def _link_and_device(lanes: Lanes, arena: Arena, device_bytes: int) -> dict[str,
         "link_duplex_gb_per_s": gb / _best_seconds(lanes, {Lane.FETCH: fetch, Lane.STORE: store}),
     }
     if lanes.device.type != "cpu":
-        numbers = torch.zeros(max(256, device_bytes - 2 * size) // 4, device=lanes.device)
+        numbers = torch.zeros(max(256, device_bytes - 2 * size) // 4, dtype=torch.float32, device=lanes.device)
         torch.accelerator.synchronize(lanes.device)  # the zeros are written before another lane adds to them
         seconds = _best_seconds(lanes, {Lane.UPDATE: [partial(numbers.add_, 1.0)]})
         rates["device_gb_per_s"] = _COPIES * 2 * numbers.nbytes / 1e9 / seconds
@@ -190,7 +190,7 @@ def _prepare(state: Sequence[torch.Tensor]) -> Callable[[int, int], int]:
         None,
         master,
         master_kind="fp32",
-        coefficients=torch.tensor([1e-6, 1e-5, 1.0]),
+        coefficients=torch.tensor([1e-6, 1e-5, 1.0], dtype=torch.float32, device="cpu"),
         prints=None,
         beta1=0.9,
         beta2=0.95,

@@ -42,7 +42,6 @@ class AdamRule(Rule):
     rate_is_known = True
     names = frozenset({MASTER_KEY, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
     counts_from = 0.0
-    required = frozenset({"exp_avg", "exp_avg_sq"})
 
     def __init__(self, config: OffloadConfig, *, decoupled: bool) -> None:
         self._config = config
@@ -70,6 +69,9 @@ class AdamRule(Rule):
                 )
             return (StateKey(MASTER_LOW_KEY, torch.int16), *keys)
         return (StateKey(MASTER_KEY, torch.float32), *keys)
+
+    def required(self, param: torch.Tensor, group: dict[str, Any]) -> frozenset[str]:
+        return frozenset({"step", "exp_avg", "exp_avg_sq"})
 
     def signature(self, group: dict[str, Any]) -> Any:
         return bool(group["amsgrad"])
@@ -193,7 +195,7 @@ class AdamRule(Rule):
         for update in updates:
             state = update.of
             if "step" not in state.scalars:
-                state.scalars["step"] = torch.tensor(0.0)
+                state.scalars["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
             state.scalars["step"].fill_(
                 update.step
             )  # in place: a state dict that was handed out counts on, as in torch
@@ -224,7 +226,7 @@ class AdamRule(Rule):
     def expect_weight(self, state: ParamState, weights: Iterable[tuple[int | torch.Tensor, torch.Tensor]]) -> None:
         from offstage.rules import adamw_host
 
-        total = torch.zeros(1, dtype=torch.int64)
+        total = torch.zeros(1, dtype=torch.int64, device="cpu")
         for place, weight in weights:
             total += adamw_host.fingerprint_from(place, weight.reshape(-1))
         with self._making:  # parameters are loaded by several threads
@@ -312,7 +314,7 @@ class _Scratch:
             self._host_rows = self.rows
         elif new:
             # Pinned memory of a step before may still be written to, so each has its own; torch reuses the memory.
-            table = torch.empty(len(new), 3, dtype=torch.float32, pin_memory=True)
+            table = torch.empty(len(new), 3, dtype=torch.float32, device="cpu", pin_memory=True)
             table.copy_(torch.stack([self.rows[key] for key in new]), non_blocking=True)
             self._host_rows.update(zip(new, table, strict=True))
 
@@ -331,7 +333,9 @@ class _Scratch:
         if state not in self._host_prints:
             if not self._unused_host_prints:
                 pin = self.device.type != "cpu"
-                self._unused_host_prints = list(torch.zeros(_PRINTS, 3, dtype=torch.int64, pin_memory=pin))
+                self._unused_host_prints = list(
+                    torch.zeros(_PRINTS, 3, dtype=torch.int64, device="cpu", pin_memory=pin)
+                )
             self._host_prints[state] = _cells(self._unused_host_prints.pop())
         return self._host_prints[state]
 

@@ -18,6 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from offstage.rules.denormals import run_flushing
 from offstage.rules.rule import Hyperparameters
 
 _FACTOR = np.uint64(0x1E3779B97F4A7C15)
@@ -271,7 +272,7 @@ def prepare(
         maximize,
         decoupled,
     )
-    return lambda start, stop: int(_update(start, stop, *arguments))
+    return lambda start, stop: int(run_flushing(False, _update, start, stop, *arguments))
 
 
 def update(
@@ -298,9 +299,13 @@ def update(
 
 def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperparameters]) -> None:
     """Row i of `out` = [lr * weight_decay, lr / bias_correction1, sqrt(bias_correction2)] of `rows[i]`, all in fp32."""
+    run_flushing(False, _coefficients, inputs, out, rows)
+
+
+def _coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperparameters]) -> None:
     for i, row in enumerate(rows):
         numbers = [row.beta1, row.beta2, float(row.step), float(row.lr), row.weight_decay]
-        inputs[:, i] = torch.tensor(numbers, dtype=torch.float32)
+        inputs[:, i] = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     beta1, beta2, step, lr, weight_decay = inputs[:, : len(rows)]
     out[: len(rows), 0] = lr * weight_decay
     out[: len(rows), 1] = lr / (1 - torch.pow(beta1, step))

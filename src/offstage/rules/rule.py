@@ -196,8 +196,8 @@ class Rule(ABC):
     """Everything this family may keep per element under any options, and masters."""
     counts_from: float | None = None
     """The `step` of a parameter that has had none; `None` where only the class knows what it would begin with."""
-    required: frozenset[str] = frozenset()
-    """What state that exists at all must have. Other keys may appear one by one."""
+    scalars: frozenset[str] = frozenset({"step"})
+    """The numbers that this family keeps once per parameter."""
 
     @abstractmethod
     def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
@@ -236,6 +236,10 @@ class Rule(ABC):
 
     def revert(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:  # noqa: B027
         """The speculative updates of `updates` do not count: bring back what was remembered."""
+
+    @abstractmethod
+    def required(self, param: torch.Tensor, group: dict[str, Any]) -> frozenset[str]:
+        """What state of `param` that exists at all must have. Other keys may appear one by one."""
 
     def signature(self, group: dict[str, Any]) -> Any:
         """What of a group's hyperparameters decides which state is kept: if it changes, state is laid out anew."""

@@ -8,6 +8,7 @@ hooks do not fire, because they belong to the outer step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch import optim
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
+from offstage.rules.denormals import flushes_denormals, run_flushing
 from offstage.rules.rule import MASTER_KEY, ParamUpdate, PieceUpdate, Rule, StateKey
 from offstage.tensors import as_param
 
@@ -54,6 +56,17 @@ ELEMENTWISE: dict[type[optim.Optimizer], Callable[[Group], tuple[str, ...]]] = {
 }
 """Classes that treat each element alone, and the state each keeps per element."""
 
+SCALARS: dict[type[optim.Optimizer], tuple[str, ...]] = {
+    optim.ASGD: ("step", "eta", "mu"),
+    optim.Muon: (),
+    optim.NAdam: ("step", "mu_product"),
+    optim.SGD: (),
+}
+"""What each keeps once per parameter, where that is more or less than `step`."""
+
+_ONE_BY_ONE = (optim.Muon, optim.SGD)
+"""Classes that create what they miss. The others create all of a parameter's state at once, and fail without it."""
+
 WHOLE = (optim.Adafactor, optim.Muon)
 """Classes that look at a whole parameter: chunks end between parameters."""
 
@@ -76,6 +89,7 @@ class TorchRule(Rule):
         self.title, self.whole = self._class.__name__, self._class in WHOLE
         self._inner = shell_of(optimizer)
         self.names = frozenset({MASTER_KEY, *_EVERY_NAME[self._class]})
+        self.scalars = frozenset(SCALARS.get(self._class, ("step",)))
         self._foreign: dict[torch.device, torch.Tensor] = {}
         self._foreign_before: dict[torch.device, torch.Tensor] = {}
         self._remembered: dict[torch.device, int] = {}
@@ -100,6 +114,11 @@ class TorchRule(Rule):
             return (*masters, StateKey("row_var", dtype, tuple(rows)), StateKey("col_var", dtype, tuple(columns)))
         return (*masters, StateKey("variance", dtype))
 
+    def required(self, param: torch.Tensor, group: Group) -> frozenset[str]:
+        if self._class in _ONE_BY_ONE:
+            return frozenset()
+        return self.scalars | {key.name for key in self.keys(param, group)} - {MASTER_KEY}
+
     def signature(self, group: Group) -> Any:
         return ELEMENTWISE[self._class](group) if self._class in ELEMENTWISE else None
 
@@ -122,13 +141,14 @@ class TorchRule(Rule):
         inner = shell_of(self._inner)  # one for each call: host and device update at the same time
         inner.state, inner.param_groups = inner_state, list(groups.values())
         # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
-        self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
+        with _scalars_on_host():
+            self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
         for piece, target in zip(pieces, targets, strict=True):
             self._collect(piece, target, inner_state[target])
 
     def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
         # torch has threads of its own for the elements of a tensor.
-        return [functools.partial(self.update, pieces)]
+        return [functools.partial(run_flushing, flushes_denormals(), self.update, pieces)]
 
     def finish(self, updates: Sequence[ParamUpdate]) -> None:
         for update in updates:
@@ -192,6 +212,13 @@ class TorchRule(Rule):
             if counter is None:
                 counter = self._foreign[weight.device] = torch.zeros(1, dtype=torch.int64, device=weight.device)
             counter += foreign.sum()
+
+
+def _scalars_on_host() -> contextlib.AbstractContextManager[Any]:
+    """Most classes create `step` without a device: with `torch.set_default_device("cuda")` it would be on the GPU,
+    where every step then waits for it."""
+    is_set = torch.get_default_device().type != "cpu"
+    return torch.device("cpu") if is_set else contextlib.nullcontext()
 
 
 def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:

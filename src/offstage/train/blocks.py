@@ -113,7 +113,7 @@ class Mixture(nn.Module):
         weights, chosen = shares.topk(self.per_token, dim=-1)  # [N, k]
         weights = (weights / weights.sum(dim=-1, keepdim=True)).to(x.dtype)
         expert_of, order = chosen.flatten().sort(stable=True)  # [N k], the tokens of expert 0 first
-        ends = torch.searchsorted(expert_of, torch.arange(self.experts, device=x.device), right=True)
+        ends = torch.searchsorted(expert_of, torch.arange(self.experts, dtype=torch.int64, device=x.device), right=True)
 
         # Copy first, then permute: the gradient of a permutation sums nothing, so its bits do not depend on an order.
         copies = tokens.unsqueeze(1).expand(-1, self.per_token, -1).flatten(0, 1)[order]  # [N k, W]

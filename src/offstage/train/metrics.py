@@ -94,7 +94,9 @@ class Meter:
         self._runtime, self._device, self._tokens = runtime_of(optimizer), device, tokens
         self._on_host = device.type == "cpu"
         # Two, alternating: the device may write one while the host reads the other.
-        self._buffers = [torch.zeros(2, dtype=torch.float64, pin_memory=not self._on_host) for _ in range(2)]
+        self._buffers = [
+            torch.zeros(2, dtype=torch.float64, device="cpu", pin_memory=not self._on_host) for _ in range(2)
+        ]
         self._begin: Any = None
         self._phases: list[tuple[str, Any]] = []
         self._recent: dict[str, deque[float]] = {}
@@ -115,7 +117,7 @@ class Meter:
     def end(self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, lr: float, *, skipped: bool) -> Row | None:
         """All work of `step` is queued. Returns the row of the step before."""
         values = self._buffers[step % 2]
-        unknown = torch.full((), math.nan, device=loss.device)
+        unknown = torch.full((), math.nan, dtype=torch.float32, device=loss.device)
         both = torch.stack([one.detach().double() for one in (loss, unknown if norm is None else norm)])
         moved = (0, 0) if skipped else self._runtime.last_moved
         before = self.flush(queued=not skipped)

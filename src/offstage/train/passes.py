@@ -138,7 +138,7 @@ class Staged(Passes):
             self._schedule.step(*inputs, target=targets, targets=targets, losses=losses)
             return torch.stack([loss.detach() for loss in losses]).mean()
         self._schedule.step(*inputs)
-        return torch.zeros((), device=self._parallel.device)
+        return torch.zeros((), dtype=torch.float32, device=self._parallel.device)
 
     @property
     def _has_last(self) -> bool:
@@ -146,7 +146,7 @@ class Staged(Passes):
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
         found = self._relay(tokens[:, :-1], targets=tokens[:, 1:])
-        return torch.zeros((), device=self._parallel.device) if found is None else found.squeeze(0)
+        return torch.zeros((), dtype=torch.float32, device=self._parallel.device) if found is None else found.squeeze(0)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         found = self._relay(tokens, targets=None)
@@ -230,7 +230,7 @@ def sample_text(
     text = bytearray(prompt)
     for _ in range(length):
         seen = bytes(text[-sequence:])
-        window = torch.zeros(1, sequence, dtype=torch.int64)
+        window = torch.zeros(1, sequence, dtype=torch.int64, device="cpu")
         window[0, : len(seen)] = torch.frombuffer(bytearray(seen), dtype=torch.uint8)
         logits = logits_of(window)[0, len(seen) - 1, :BYTES].float().cpu()
         if not logits.isfinite().all():

@@ -31,7 +31,7 @@ class StopRequests:
         self._group = group
         self._asked = 0
         self._asked_at = 0.0
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._flag = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._reducing: dist.Work | None = None
 
     @contextlib.contextmanager
