@@ -22,7 +22,7 @@ from offstage.engine.engine import Engine
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError, StepLostError
 from offstage.memory.arena import check_host_memory
-from offstage.optimizer.checks import check_options, check_param
+from offstage.optimizer.checks import check_no_overlap, check_options, check_param
 from offstage.planning.layout import padded_bytes
 from offstage.planning.measure import measure_machine
 from offstage.planning.plan import HOST_SLOTS, Plan, plan_placements, refuse_idle
@@ -69,6 +69,7 @@ class Places:
         check_options(groups)
         group_of = {param: group for group in groups for param in group["params"]}
         wanted = [self._wanted(param, group, like) for param, group in group_of.items()]
+        check_no_overlap(list(group_of), self.names)
         by_device: dict[torch.device, list[ParamState]] = {}
         for state in wanted:
             by_device.setdefault(state.param.device, []).append(state)
