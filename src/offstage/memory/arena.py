@@ -252,14 +252,12 @@ def mem_available() -> int | None:
     return None
 
 
-def cgroup_available(root: Path | None = None, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+def cgroup_available(root: Path | None = None, membership: Path | None = None) -> int | None:
     """Bytes left under the tightest memory limit of this process's cgroup and its ancestors; `None` without a limit."""
     return min((left for _, left in cgroup_limits(root, membership)), default=None)
 
 
-def cgroup_limits(
-    root: Path | None = None, membership: Path = Path("/proc/self/cgroup")
-) -> list[tuple[tuple[str, str], int]]:
+def cgroup_limits(root: Path | None = None, membership: Path | None = None) -> list[tuple[tuple[str, str], int]]:
     """Bytes left under each memory limit of this process's cgroup and its ancestors, by (controllers, path)."""
     found: list[tuple[tuple[str, str], int]] = []
     for controllers, path in sorted(memory_cgroups(membership)):

@@ -19,7 +19,6 @@ import functools
 import logging
 import os
 import stat
-import tempfile
 import threading
 import weakref
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from typing import Any
 logger = logging.getLogger("offstage")
 
 PROC = Path("/proc")
+SHARED_FOLDERS = (Path("/dev/shm"), Path("/tmp"), Path("/var/tmp"))  # not TMPDIR, which may differ between ranks
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -49,7 +49,6 @@ class Claim:
         self.nbytes = nbytes
         _own.add(id(self), nbytes)
         self._finalizer: weakref.finalize[Any, Any] = weakref.finalize(self, _own.remove, id(self))
-        self._finalizer.atexit = False  # the file of a process that has ended is removed by the next reader
 
     def release(self) -> None:
         """The memory is taken, or will not be."""
@@ -94,7 +93,7 @@ class _Own:
         self._claimed, self._private_then = claimed, _private_bytes(os.getpid()) or 0
         folder = claims_folder()
         if folder is None:
-            _warn_alone("neither /dev/shm nor the folder for temporary files is this user's to write")
+            _warn_alone(f"none of {', '.join(map(str, SHARED_FOLDERS))} is this user's to write")
             return
         mine = folder / f"{os.getpid()}-{_started(os.getpid())}"
         try:
@@ -151,7 +150,7 @@ def claims_folder() -> Path | None:
         name = f"offstage-{os.getuid()}-{(PROC / 'self/ns/pid').stat().st_ino}"
     except OSError:
         return None
-    for base in (Path("/dev/shm"), Path(tempfile.gettempdir())):
+    for base in SHARED_FOLDERS:
         with contextlib.suppress(OSError):
             folder = base / name
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -161,8 +160,9 @@ def claims_folder() -> Path | None:
     return None
 
 
-def memory_cgroups(membership: Path) -> frozenset[tuple[str, str]]:
-    """(controllers, path) of the memory cgroups of a process; empty if that cannot be known."""
+def memory_cgroups(membership: Path | None = None) -> frozenset[tuple[str, str]]:
+    """(controllers, path) of the memory cgroups of a process, or of this one; empty if that cannot be known."""
+    membership = membership or PROC / "self" / "cgroup"
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:
