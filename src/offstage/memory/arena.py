@@ -136,7 +136,7 @@ def check_host_memory(
 # - `async_save()`: copies of weights and resident state at once; copies of the chunks that training overwrites, at most
 #   all of them, and on a CPU the gradients of the next backward, until the save has ended.
 # - Speculative updates: a second set of arenas, and old weights, at once; on a CPU the check leaves room for gradients.
-# - Activations: a slab of the pool at once.
+# - Activations: a slab of the pool at once. `weights=True`: weights at once; the check leaves room for their gradients.
 
 
 def _limits() -> Iterator[tuple[str, int, list[Outstanding]]]:
