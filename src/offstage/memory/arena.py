@@ -141,7 +141,7 @@ def check_host_memory(
 
 def _limits() -> Iterator[tuple[str, int, list[Outstanding]]]:
     """(name, bytes left, claims of other processes that count) for each limit on this process's memory."""
-    others = others_outstanding()
+    others = others_outstanding()  # first: what is taken from here on counts twice, and not never
     if (available := mem_available()) is not None:
         yield "MemAvailable", available, others
     for group, left in cgroup_limits():
