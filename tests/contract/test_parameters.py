@@ -258,6 +258,77 @@ def test_a_parameter_given_twice_is_refused():
     assert not param.any()
 
 
+SHARING = {
+    "transposed": lambda whole: (whole, whole.t()),
+    "the same": lambda whole: (whole, whole.view(-1)),
+    "a row of a matrix": lambda whole: (whole, whole[3]),
+    "neighbours with a common element": lambda whole: (whole.view(-1)[:101], whole.view(-1)[100:200]),
+    "columns with a common one": lambda whole: (whole[:, :5], whole[:, 4:]),
+    "every second and every third": lambda whole: (whole.view(-1)[::2], whole.view(-1)[1::3]),
+    "a frozen one": lambda whole: (whole, whole.t().detach()),
+    "two storages of one memory": lambda whole: (whole, torch.from_numpy(whole.numpy())),
+}
+DISJOINT = {
+    "slices of a flat buffer": lambda whole: (whole.view(-1)[:100], whole.view(-1)[100:]),
+    "columns": lambda whole: (whole[:, :5], whole[:, 5:]),
+    "even and odd": lambda whole: (whole.view(-1)[::2], whole.view(-1)[1::2]),
+    "blocks of a matrix": lambda whole: (whole[:6, :6], whole[6:, :6], whole[:6, 6:], whole[6:, 6:]),
+    "nothing, and a matrix": lambda whole: (whole[:0], whole, whole[:, :0]),
+}
+
+
+def parts(views):
+    """Parameters over one matrix."""
+    return [nn.Parameter(view) for view in views(seeded(12, 12))]
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_two_parameters_over_one_memory_are_refused(sharing):
+    """“a parameter given twice (error)”: in parts too; each part would be updated from its own copy."""
+    first, second = parts(SHARING[sharing])
+    second.requires_grad_(sharing != "a frozen one")
+    inner = adamw([("encoder", first), ("decoder", second)])
+    with pytest.raises(offstage.ConfigError, match=r"'(encoder|decoder)' and '(encoder|decoder)' share memory.*Tie"):
+        offstage.offload(inner, **SMALL)
+    first.grad = torch.ones_like(first)
+    inner.step()  # it is still good
+    optimizer = offstage.offload(adamw([("decoder", second)]), **SMALL)
+    with pytest.raises(offstage.ConfigError, match="share memory"):
+        optimizer.add_param_group({"params": [("encoder", first)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0]["params"].append(first)  # behind torch's back
+    before = first.detach().clone()
+    with pytest.raises(offstage.ConfigError, match="share memory"):
+        optimizer.step()
+    assert torch.equal(first, before)
+
+
+@pytest.mark.parametrize("views", DISJOINT)
+def test_disjoint_parts_of_one_memory_are_trained(views):
+    """What flattens parameters into one buffer (FSDP1, Megatron, DDP's buckets) gives such parameters."""
+
+    def grads(step):
+        return [torch.full_like(param, 0.1 * (step + 1)) for param in parts(DISJOINT[views])]
+
+    cover(lambda: parts(DISJOINT[views]), grads, TORCH)
+
+
+def test_parameters_without_memory_share_none():
+    whole = torch.zeros(12, 12, device="meta")
+    optimizer = offstage.offload(adamw([nn.Parameter(whole), nn.Parameter(whole.t())]), fraction=0.0)
+    assert len(optimizer.plan.sizes) == 2
+
+
+def test_many_parts_of_one_memory_are_told_apart():
+    """All pairs at once: a thousand columns, of which the last two overlap by one."""
+    whole = seeded(64, 2000)
+    columns = [nn.Parameter(whole[:, start : start + 2]) for start in range(0, 2000, 2)]
+    offstage.offload(adamw(columns), **SMALL)
+    columns.append(nn.Parameter(whole[:, 1999:]))
+    with pytest.raises(offstage.ConfigError, match="'parameter 999' and 'parameter 1000' share"):
+        offstage.offload(adamw(columns), **SMALL)
+
+
 # Step counts
 
 

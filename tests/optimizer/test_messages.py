@@ -342,10 +342,11 @@ def test_prefetch_without_a_window():
 
 
 @pytest.mark.parametrize(
-    ("reader", "fragment"), [("mem_available", "MemAvailable 1.0 KiB"), ("cgroup_available", "cgroup")]
+    ("reader", "found", "fragment"),
+    [("mem_available", 1024, "MemAvailable 1.0 KiB"), ("cgroup_limits", [(("", "/"), 1024)], "cgroup")],
 )
-def test_host_memory_that_does_not_suffice(monkeypatch, reader, fragment):
-    monkeypatch.setattr(host_memory, reader, lambda: 1024)
+def test_host_memory_that_does_not_suffice(monkeypatch, reader, found, fragment):
+    monkeypatch.setattr(host_memory, reader, lambda: found)
     model = make_model()
     inner = used_adamw(model)
     fragments = ["The state needs 49.", "KiB of host memory", fragment, "1.0 KiB", "Lower fraction"]

@@ -26,6 +26,7 @@ from offstage.errors import ConfigError, HostMemoryError, OffstageError
 from offstage.lanes.lanes import Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.arena import check_host_memory
+from offstage.memory.claims import Claim
 from offstage.rules.rule import has_state
 
 _on_host: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -62,11 +63,11 @@ class HostWeights:
         _refuse_ddp(uses_ddp(model))
         names = {param: name for name, param in model.named_parameters()}
         chosen = {layer: _movable(model, layer, config, names) for layer in layers}
-        _check_memory(chosen, config)
-        self._weights = {
-            layer: [HostWeight(names[param], param, self._lanes_of(param.device)) for param in params]
-            for layer, params in chosen.items()
-        }
+        with _check_memory(chosen, config):
+            self._weights = {
+                layer: [HostWeight(names[param], param, self._lanes_of(param.device)) for param in params]
+                for layer, params in chosen.items()
+            }
         for weights in self._weights.values():
             _on_host.update({weight.param: True for weight in weights})
 
@@ -333,7 +334,7 @@ def _refuse_ddp(found: bool) -> None:
         )
 
 
-def _check_memory(chosen: dict[nn.Module, list[nn.Parameter]], config: ActivationConfig) -> None:
+def _check_memory(chosen: dict[nn.Module, list[nn.Parameter]], config: ActivationConfig) -> Claim:
     need = sum(2 * param.nbytes for params in chosen.values() for param in params)  # the weight and its gradient
     if not need:
         raise ConfigError(
@@ -346,4 +347,4 @@ def _check_memory(chosen: dict[nn.Module, list[nn.Parameter]], config: Activatio
             f"Weights and their gradients need {format_size(need, up=True)} of host memory; host_budget allows "
             f"{format_size(budget)}. Raise host_budget, or offload fewer layers."
         )
-    check_host_memory(need, None)
+    return check_host_memory(need, None, what="weights=True", remedy="Offload fewer layers, or free host memory.")

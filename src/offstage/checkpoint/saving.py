@@ -53,6 +53,7 @@ from offstage.config import format_size
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError, HostMemoryError
 from offstage.memory.arena import check_host_memory
+from offstage.memory.claims import Claim
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 
 logger = logging.getLogger("offstage")
@@ -103,6 +104,7 @@ class AsyncSave:
         self._catalogue: Catalogue | None = None
         self._until_over = contextlib.ExitStack()
         self._extra_bytes = 0
+        self._claim = Claim(0)
 
     @property
     def extra_bytes(self) -> int:
@@ -139,7 +141,7 @@ class AsyncSave:
         offloaded = _drained(optimizer)
         count = CountingStaging()
         catalogue_of(model, offloaded, extra, splitter, count)
-        _check_host_memory(offloaded, sum(count.needed.values()))
+        self._claim = _check_host_memory(offloaded, sum(count.needed.values()))
         if offloaded is not None:
             self._snapshots = runtime_of(offloaded).take_snapshots()
         pin = offloaded is None or offloaded.config.pin_memory
@@ -172,6 +174,7 @@ class AsyncSave:
             self._staging.close()
         self._snapshots, self._staging, self._catalogue = {}, None, None
         self._until_over.close()
+        self._claim.release()
         self._over.set()
 
 
@@ -213,19 +216,25 @@ def _forget_frames(error: BaseException | None) -> None:
         _forget_frames(error.__context__ if error.__context__ is not error.__cause__ else None)
 
 
-def _check_host_memory(optimizer: OffloadedOptimizer | None, copies: int) -> None:
-    """Raise if the host cannot hold `copies` bytes and a second copy of the state."""
-    engines = runtime_of(optimizer).engines if optimizer is not None else []
-    state = sum(engine.transport.host_bytes for engine in engines)
+def _check_host_memory(optimizer: OffloadedOptimizer | None, copies: int) -> Claim:
+    """Raise if the host cannot hold `copies` bytes and a second copy of the state, beside what training takes."""
+    runtime = runtime_of(optimizer) if optimizer is not None else None
+    state = sum(engine.transport.host_bytes for engine in runtime.engines) if runtime is not None else 0
     budget = optimizer.config.host_budget if optimizer is not None else None
     try:
-        check_host_memory(copies + state, None if budget is None else int(budget), already_bytes=state)
+        return check_host_memory(
+            copies + state,
+            None if budget is None else int(budget),
+            already_bytes=state,
+            beside=runtime.places.still_to_take() if runtime is not None else None,
+            what="async_save()",
+            remedy="Free host memory.",
+        )
     except HostMemoryError as error:
-        allowed = "" if budget is None else f"; host_budget is {format_size(int(budget))}"
         raise HostMemoryError(
             f"async_save() copies {format_size(copies)} now and may copy all {format_size(state)} of state on the host "
-            f"while training continues: {format_size(copies + 2 * state)} with the state itself{allowed}. Use "
-            "save(), which copies nothing, or raise host_budget."
+            f"while training continues: {format_size(copies + 2 * state)} with the state itself. {error} Or use "
+            "save(), which copies nothing."
         ) from error
 
 

@@ -16,7 +16,7 @@ import os
 import resource
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,12 @@ import torch
 
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
+from offstage.memory.claims import Claim, Outstanding, memory_cgroups, others_outstanding, own_outstanding
 from offstage.memory.cpus import cpus_near
 
 logger = logging.getLogger("offstage")
 
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 ALIGN_BYTES = 256
 """Ranges in an arena, a slot or a pool start at a multiple of this."""
 _HUGE_PAGE = 2 * 1024 * 1024
@@ -87,8 +89,21 @@ class Arena:
         self.pinned = False
 
 
-def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: int = 0) -> None:
-    """Raise if `need_bytes` more would exceed `host_budget` or the memory that the machine has left."""
+def check_host_memory(
+    need_bytes: int,
+    host_budget: int | None,
+    already_bytes: int = 0,
+    *,
+    beside: Mapping[str, int] | None = None,
+    what: str = "The state",
+    remedy: str = "Lower fraction, use master_weights='split' or state_dtype='bfloat16', or free host memory.",
+) -> Claim:
+    """Raise if `need_bytes` more would exceed `host_budget` or the memory that the machine has left.
+
+    Returns a claim, which other processes respect: the caller takes the memory while holding it. `beside` is what else
+    training is going to take on the host, by name; `host_budget` does not count it. If nothing is needed, nothing is
+    checked. What is counted, and when, is in [Note: host memory].
+    """
     total = need_bytes + already_bytes
     if host_budget is not None and total > host_budget:
         raise HostMemoryError(
@@ -96,13 +111,55 @@ def check_host_memory(need_bytes: int, host_budget: int | None, already_bytes: i
             f"Raise it to {format_size(total, up=True)}, lower fraction, or use master_weights='split' or "
             "state_dtype='bfloat16'."
         )
-    limits = {"MemAvailable": mem_available(), "the cgroup's memory limit leaves": cgroup_available()}
-    for name, available in limits.items():
-        if available is not None and need_bytes > available:
+    if need_bytes <= 0:
+        return Claim(0)
+    beside = {name: nbytes for name, nbytes in (beside or {}).items() if nbytes}
+    need, own = need_bytes + sum(beside.values()), own_outstanding()
+    claim = Claim(need)  # before looking at the claims of others, who may be doing the same now
+    for name, available, others in _limits():
+        if need + own + sum(one.nbytes for one in others) > available:
+            claim.release()
+            parts = "".join(f", {format_size(nbytes)} for {part}" for part, nbytes in beside.items())
             raise HostMemoryError(
-                f"The state needs {format_size(need_bytes)} of host memory; {name} {format_size(available)}. "
-                "Lower fraction, use master_weights='split' or state_dtype='bfloat16', or free host memory."
+                f"{what} needs {format_size(need_bytes)} of host memory{parts}; {name} {format_size(available)}"
+                f"{_claimed_by(own, others)}. {remedy}"
             )
+    return claim
+
+
+# [Note: host memory]
+# A check counts what will be taken after it; what has been taken the kernel counts. Some of it is taken at once, under
+# the claim that the check returns; the rest is claimed until it has been taken:
+#
+# - State gets a place (`offload()`, `replan()`, new groups, a load that needs more): arenas at once; staging buffers,
+#   and on a CPU, which is its own host, gradients, slots and the window, until the first step has been made.
+# - `async_save()`: copies of weights and resident state at once; copies of the chunks that training overwrites, at most
+#   all of them, and on a CPU the gradients of the next backward, until the save has ended.
+# - Speculative updates: a second set of arenas, and old weights, at once; on a CPU the check leaves room for gradients.
+# - Activations: a slab of the pool at once. `weights=True`: weights at once; the check leaves room for their gradients.
+
+
+def _limits() -> Iterator[tuple[str, int, list[Outstanding]]]:
+    """(name, bytes left, claims of other processes that count) for each limit on this process's memory."""
+    others = others_outstanding()  # first: what is taken from here on counts twice, and not never
+    if (available := mem_available()) is not None:
+        yield "MemAvailable", available, others
+    for group, left in cgroup_limits():
+        within = [one for one in others if any(_is_within(theirs, group) for theirs in one.cgroups)]
+        yield "the cgroup's memory limit leaves", left, within
+
+
+def _is_within(group: tuple[str, str], outer: tuple[str, str]) -> bool:
+    """Whether the cgroup `outer` contains `group`. A path with ".." is outside of this process's namespace."""
+    (of, path), (outer_of, outer_path) = group, outer
+    return of == outer_of and ".." not in path.split("/") and f"{path}/".startswith(f"{outer_path.rstrip('/')}/")
+
+
+def _claimed_by(own: int, rivals: Sequence[Outstanding]) -> str:
+    claims = [f"{format_size(own)} by this process"] if own else []
+    claims += [f"{format_size(one.nbytes)} by process {one.pid}" for one in rivals[:8]]
+    claims += [f"the rest by {len(rivals) - 8} more"] if len(rivals) > 8 else []
+    return f", of which are claimed and not taken yet: {', '.join(claims)}" if claims else ""
 
 
 def map_exact(nbytes: int) -> mmap.mmap:
@@ -195,28 +252,26 @@ def mem_available() -> int | None:
     return None
 
 
-def cgroup_available(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> int | None:
+def cgroup_available(root: Path | None = None, membership: Path | None = None) -> int | None:
     """Bytes left under the tightest memory limit of this process's cgroup and its ancestors; `None` without a limit."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return None
-    left: list[int] = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
+    return min((left for _, left in cgroup_limits(root, membership)), default=None)
+
+
+def cgroup_limits(root: Path | None = None, membership: Path | None = None) -> list[tuple[tuple[str, str], int]]:
+    """Bytes left under each memory limit of this process's cgroup and its ancestors, by (controllers, path)."""
+    found: list[tuple[tuple[str, str], int]] = []
+    for controllers, path in sorted(memory_cgroups(membership)):
+        base = CGROUP_ROOT if root is None else root
+        names = ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            base, names = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         folder = base / path.lstrip("/")
         for place in [folder, *folder.parents]:
             if place != base and base not in place.parents:
                 break
-            left += _limit_left(place, *names)
-    return min(left, default=None)
+            group = controllers, "/" + str(place.relative_to(base)).removeprefix(".")
+            found += [(group, left) for left in _limit_left(place, *names)]
+    return found
 
 
 def _limit_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:

@@ -78,8 +78,9 @@ class HostPool:
             )
         grown = min(_LARGEST_SLAB, max(_SMALLEST_SLAB, self.nbytes))
         nbytes = max(padded, grown if self._budget is None else min(grown, room))
-        check_host_memory(nbytes, None)
-        slab = _Slab(Arena(nbytes, torch.uint8, self._device, pin=True))
+        remedy = "Offload fewer layers or a smaller fraction, or free host memory."
+        with check_host_memory(nbytes, None, what="The pool for activations", remedy=remedy):
+            slab = _Slab(Arena(nbytes, torch.uint8, self._device, pin=True))
         self._slabs.append(slab)
         return slab
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from offstage.errors import ConfigError
-from offstage.tensors import check_dtensor, number_in, reshard
+from offstage.tensors import check_dtensor, local_of, number_in, reshard
 
 
 def check_optimizer(optimizer: Any, model: torch.nn.Module | None) -> None:
@@ -126,6 +126,71 @@ def check_no_duplicates(groups: Iterable[dict[str, Any]], names: dict[torch.Tens
                     "once. Remove it from one of the groups (tied weights are one parameter)."
                 )
             seen.add(param)
+
+
+def check_no_overlap(params: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    """Raise if two parameters have elements in the same memory, as `nn.Parameter(other.t())` has.
+
+    Each would be updated from its own copy of the weights, and the last to be written would win. Disjoint views of one
+    buffer are fine. Frozen parameters count: the optimizer is not told when they are no longer frozen.
+    """
+    spans: dict[torch.device, list[tuple[int, int, torch.Tensor]]] = {}
+    for param in params:
+        local = local_of(param)
+        if local.numel() and (start := local.data_ptr()):  # 0: on the meta device, or its memory is elsewhere for now
+            spans.setdefault(local.device, []).append((start, start + _span_bytes(local), param))
+    for on_device in spans.values():
+        on_device.sort(key=lambda span: span[:2])
+        together: list[torch.Tensor] = []
+        end = 0
+        for start, stop, param in on_device:
+            if start >= end:
+                _check_runs(together, names)
+                together = []
+            together.append(param)
+            end = max(end, stop)
+        _check_runs(together, names)
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
+
+
+def _check_runs(params: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    """Raise if two of `params`, whose spans overlap, have a byte in common. Exact: columns of one matrix have none."""
+    if len(params) < 2:
+        return
+    runs = [_runs(local_of(param)) for param in params]
+    starts = torch.cat([start for start, _ in runs])
+    ends = torch.cat([start + length for start, length in runs])
+    owners = torch.cat([torch.full_like(start, number) for number, (start, _) in enumerate(runs)])
+    order = starts.argsort(stable=True)
+    reached = ends[order].cummax(0)
+    clashes = (starts[order][1:] < reached.values[:-1]).nonzero()
+    if len(clashes):
+        later = int(clashes[0])
+        pair = {int(owners[order[reached.indices[later]]]), int(owners[order[later + 1]])}
+        first, second = (names.get(params[i], f"of shape {tuple(params[i].shape)}") for i in sorted(pair))
+        raise ConfigError(
+            f"Parameters {first!r} and {second!r} share memory; expected every parameter to have its own. Tie weights "
+            "by assigning the same nn.Parameter to both modules (and transpose in forward), or give the optimizer one "
+            "of the two."
+        )
+
+
+def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The addresses of the tensor's contiguous runs, and the bytes of each."""
+    length = tensor.itemsize
+    starts = torch.tensor([tensor.data_ptr()], device="cpu")
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        step = stride * tensor.itemsize
+        if len(starts) == 1 and step <= length:
+            length += (size - 1) * step
+        else:
+            starts = (starts[:, None] + torch.arange(size, device="cpu") * step).flatten()
+    return starts, length
 
 
 def check_grad(param: torch.Tensor, grad: torch.Tensor, name: str) -> None:

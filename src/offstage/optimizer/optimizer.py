@@ -12,6 +12,7 @@ import functools
 import logging
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -53,9 +54,10 @@ def offload(
 ) -> OffloadedOptimizer:
     """Keep `optimizer`'s state in host memory and bring it to the device for its own update.
 
-    The optimizer given is consumed: its class, groups, hooks and any state it has are taken over, and its `step`
-    raises from then on. `model` gives parameters their names in messages, and the hooks in forward that
-    `overlap_forward` needs. `overrides` are fields of `OffloadConfig`.
+    The optimizer given is consumed: its class, groups, hooks and any state it has are taken over; from then on its
+    `step`, `state_dict` and `load_state_dict` raise, through methods taken from it before too. `model` gives parameters
+    their names in messages, and the hooks in forward that `overlap_forward` needs. `overrides` are fields of
+    `OffloadConfig`.
     """
     check_optimizer(optimizer, model)
     built = OffloadConfig.build(config, overrides)
@@ -287,14 +289,20 @@ def _groups_of(optimizer: OffloadedOptimizer) -> Callable[[], Groups]:
 
 
 def _consume(optimizer: torch.optim.Optimizer, by: OffloadedOptimizer) -> None:
-    """`by` has taken over `optimizer`'s state: its hooks go there too, and its `step` raises from now on."""
+    """`by` has taken over `optimizer`'s state: its hooks go there too, and using it as an optimizer raises from now on.
+
+    `add_param_group` and `zero_grad` remain: groups and parameters are those of `by`.
+    """
     for name, hooks in vars(optimizer).items():
         if name.startswith("_optimizer_") and name.endswith("_hooks"):
             setattr(by, name, hooks)
+    # A bound method that was taken from it before does not see an attribute of the instance, and runs these.
+    for name in ("step", "state_dict", "load_state_dict"):
+        setattr(optimizer, f"_optimizer_{name}_pre_hooks", OrderedDict({0: _refuse_consumed}))
     optimizer.state.clear()
     optimizer._offstage_consumed = True  # type: ignore[attr-defined]
     optimizer._opt_called = True  # type: ignore[attr-defined]  # a scheduler made before must not warn for ever
-    optimizer.step = _consumed_step  # type: ignore[method-assign]
+    optimizer.step = _refuse_consumed  # type: ignore[method-assign]
 
 
 def _names_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> dict[torch.Tensor, str]:
@@ -306,11 +314,11 @@ def _names_of(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -
     return names
 
 
-def _consumed_step(*args: Any, **kwargs: Any) -> Any:
+def _refuse_consumed(*args: Any, **kwargs: Any) -> Any:
     raise OffstageError(
         "This optimizer was given to offstage.offload(), which took over its state. Call step() on the optimizer that "
-        "offload() returned: optimizer = offstage.offload(optimizer, model)."
+        "offload() returned, state_dict() and load_state_dict() too: optimizer = offstage.offload(optimizer, model)."
     )
 
 
-_consumed_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers made before warn
+_refuse_consumed._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # or schedulers made before warn

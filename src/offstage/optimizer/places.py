@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,11 @@ from offstage.engine.engine import Engine
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError, StepLostError
 from offstage.memory.arena import check_host_memory
-from offstage.optimizer.checks import check_options, check_param
+from offstage.memory.claims import Claim
+from offstage.optimizer.checks import check_no_overlap, check_options, check_param
 from offstage.planning.layout import padded_bytes
 from offstage.planning.measure import measure_machine
-from offstage.planning.plan import HOST_SLOTS, Plan, plan_placements, refuse_idle
+from offstage.planning.plan import HOST_SLOTS, Plan, plan_placements, refuse_idle, staging_bytes
 from offstage.planning.planner import choose_host_fraction
 from offstage.planning.sizes import ParamSize
 from offstage.rules import Rule
@@ -47,6 +48,8 @@ class Places:
         self._rule, self._config = rule, config
         self._signatures: list[Any] = []
         self._host_fractions: dict[torch.device, float] = {}
+        self._claim = Claim(0)
+        """Of what the first step will take."""
 
     def fit(self, groups: Groups) -> bool:
         """Whether every parameter of `groups` has all the state its options need."""
@@ -69,6 +72,7 @@ class Places:
         check_options(groups)
         group_of = {param: group for group in groups for param in group["params"]}
         wanted = [self._wanted(param, group, like) for param, group in group_of.items()]
+        check_no_overlap(list(group_of), self.names)
         by_device: dict[torch.device, list[ParamState]] = {}
         for state in wanted:
             by_device.setdefault(state.param.device, []).append(state)
@@ -78,12 +82,16 @@ class Places:
             sizes = [self.size_of(state) for state in states]
             plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
         self._refuse_idle(plans, by_device)
-        self._check_host_memory(list(plans.values()), wanted)
-        for device, states in by_device.items():
-            for state, placement in zip(states, plans[device].placements, strict=True):
-                state.placement = placement
-            new = [state for state in states if state is not self.states.get(state.param)]
-            self._build(device, new, group_of, existing or {})
+        self.all_taken()  # what the first step takes is counted anew
+        try:
+            with self._check_host_memory(plans, by_device, existing or {}):
+                for device, states in by_device.items():
+                    for state, placement in zip(states, plans[device].placements, strict=True):
+                        state.placement = placement
+                    new = [state for state in states if state is not self.states.get(state.param)]
+                    self._build(device, new, group_of, existing or {})
+        finally:
+            self._claim = Claim(sum(self.still_to_take().values()))
         self._signatures = [self._rule.signature(group) for group in groups]
 
     def _refuse_idle(
@@ -140,16 +148,61 @@ class Places:
         missing = tuple(key for key in keys if key not in kept)
         return state if state is not None and not missing else ParamState(param, name, kept + missing, rule=self._rule)
 
-    def _check_host_memory(self, plans: Sequence[Plan], wanted: Sequence[ParamState]) -> None:
+    def _check_host_memory(
+        self,
+        plans: Mapping[torch.device, Plan],
+        by_device: Mapping[torch.device, Sequence[ParamState]],
+        existing: Mapping[torch.Tensor, Mapping[str, Any]],
+    ) -> Claim:
+        """Raise if the host has no room for these plans: [Note: host memory]."""
+        wanted = [state for states in by_device.values() for state in states]
         there = sum(self.size_of(state).padded_bytes for state in wanted if state.home is not None)
         there += sum(engine.transport.staging_bytes for engine in self.engines.values())
-        need = max(0, sum(plan.host_bytes for plan in plans) - there)
+        need = max(0, sum(plan.host_bytes for plan in plans.values()) - there)
         sets = 2 if any(engine.arenas.has_spare for engine in self.engines.values()) else 1
-        check_host_memory(
+        beside = self.still_to_take()
+        for device, plan in plans.items():
+            if device.type == "cpu":  # the device is the host
+                states = zip(plan.sizes, plan.placements, by_device[device], strict=True)
+                beside |= {
+                    "gradients": _gradient_bytes(by_device[device]),
+                    "slots": self._missing_slots(
+                        device, plan.slots, plan.slot_bytes, plan.bytes_of(Placement.STREAMED)
+                    ),
+                    "resident state": sum(
+                        size.state_bytes
+                        for size, placement, state in states
+                        if placement is Placement.RESIDENT and not (state.resident or existing.get(state.param))
+                    ),
+                }
+        return check_host_memory(
             sets * need,
             None if self._config.host_budget is None else int(self._config.host_budget),
             already_bytes=sum(engine.transport.host_bytes for engine in self.engines.values()),
+            beside=beside,
         )
+
+    def still_to_take(self) -> dict[str, int]:
+        """Host memory that the next steps take beside the arenas, and have neither taken nor claimed yet, by name."""
+        missing = {"staging buffers": 0, "gradients": 0, "slots": 0}
+        for device, engine in self.engines.items() if not self._claim.nbytes else ():
+            transport, pipeline = engine.transport, engine.transport.pipeline
+            missing["staging buffers"] += max(0, transport.staging_bytes - transport.host_updates.nbytes)
+            if device.type == "cpu":
+                states = [state for state in self.states.values() if state.param.device == device]
+                streamed = sum(state.nbytes for state in states if state.placement is Placement.STREAMED)
+                missing["gradients"] += _gradient_bytes(states)
+                missing["slots"] += self._missing_slots(device, pipeline.num_slots, pipeline.slot_bytes, streamed)
+        return missing
+
+    def _missing_slots(self, device: torch.device, slots: int, slot_bytes: int, streamed_bytes: int) -> int:
+        there = self.engines[device].transport.pipeline.device_bytes if device in self.engines else 0
+        return max(0, staging_bytes(slots, slot_bytes, self._config.window, streamed_bytes) - there)
+
+    def all_taken(self) -> None:
+        """A step has been made: what it needs is there."""
+        if self._claim.nbytes:
+            self._claim.release()
 
     def _build(
         self,
@@ -247,6 +300,7 @@ class Places:
         Resident state that stays resident is not copied.
         """
         new = Places(self._rule, config, self.names)
+        self.all_taken()  # the new places claim what the next step takes
         resident = {param: named_state.resident_tensors(state) for param, state in self.states.items()}
         try:
             new.place(groups, resident, like=self)
@@ -263,6 +317,7 @@ class Places:
 
     def close(self) -> None:
         """Give back everything that these places have."""
+        self.all_taken()
         for engine in self.engines.values():
             engine.close()
 
@@ -282,3 +337,8 @@ class Places:
         """(fetched, stored) since the beginning."""
         moved = [engine.transport.moved_bytes for engine in self.engines.values()]
         return sum(fetched for fetched, _ in moved), sum(stored for _, stored in moved)
+
+
+def _gradient_bytes(states: Iterable[ParamState]) -> int:
+    """What the gradients take that do not exist now."""
+    return sum(state.local.nbytes for state in states if state.param.requires_grad and state.param.grad is None)

@@ -194,6 +194,7 @@ class Runtime:
             raise
         self._taken.update(iteration.taken)
         self.steps += 1
+        self.places.all_taken()
         self._learn(iteration.norm, with_early=with_early)
         before, self._moved_until = self._moved_until, self.places.moved_bytes()
         self.last_moved = (self._moved_until[0] - before[0], self._moved_until[1] - before[1])
@@ -211,7 +212,7 @@ class Runtime:
     def arm_speculation(self) -> None:
         """The loop clips: from the next iteration on updates in backward are speculative, if the host has the room."""
         budget = self.config.host_budget
-        self.speculation.arm(self.engines, None if budget is None else int(budget))
+        self.speculation.arm(self.engines, None if budget is None else int(budget), self.places.still_to_take())
 
     def _fail(self, iteration: Iteration, error: BaseException, updated: bool) -> None:
         """Nothing updated yet: all is as before the step. Otherwise the step is lost, and says so from now on."""

@@ -181,6 +181,12 @@ def host_share(config: OffloadConfig) -> float | None:
     return {"device": 0.0, "host": 1.0}.get(config.update_on, config.host_fraction)
 
 
+def staging_bytes(slots: int, slot_bytes: int, window: int | str, streamed_bytes: int) -> int:
+    """Device memory for slots and the window. What ``"auto"`` takes is not known yet."""
+    beyond = {"all": streamed_bytes, "auto": 0}.get(window, window) if isinstance(window, str) else window
+    return slots * slot_bytes + (int(beyond) if slots else 0)
+
+
 def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
     """Bytes of weights and gradients of the largest chunk that the CPU updates, if both have the same dtype."""
     whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)

@@ -122,8 +122,8 @@ class BackwardSelection:
         new = [held for held in states if held not in engine.arenas.old_weights]
         need, used = sum(held.local.nbytes for held in new), sum(one.transport.host_bytes for one in engines)
         try:
-            check_host_memory(need, None if budget is None else int(budget), already_bytes=used)
-            engine.arenas.keep_old_weights(new)
+            with check_host_memory(need, None if budget is None else int(budget), already_bytes=used):
+                engine.arenas.keep_old_weights(new)
         except (HostMemoryError, MemoryError, OSError) as error:
             self._fall_back("kept", f"old weights of speculative updates are all kept on the device: {error}")
 

@@ -113,16 +113,19 @@ class Speculation:
         """Whether updates in backward are right at all: at once, or speculatively."""
         return not self.clips or (self.possible and self._pays)
 
-    def arm(self, engines: Sequence[Engine], host_budget: int | None) -> None:
-        """The loop clips: updates in backward are speculative from now on, if the host has the memory."""
+    def arm(self, engines: Sequence[Engine], host_budget: int | None, beside: Mapping[str, int]) -> None:
+        """The loop clips: updates in backward are speculative from now on, if the host has the memory.
+
+        `beside`: what else training takes on the host, by name.
+        """
         self.clips, self.possible, self.impossible = True, False, None
         need = sum(engine.arenas.streamed_bytes for engine in engines)
         used = sum(engine.transport.host_bytes for engine in engines)
         try:
-            check_host_memory(need, host_budget, already_bytes=used)
-            logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
-            for engine in engines:
-                engine.arenas.add_spare()
+            with check_host_memory(need, host_budget, already_bytes=used, beside=beside):
+                logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
+                for engine in engines:
+                    engine.arenas.add_spare()
             self.possible = True
         except (HostMemoryError, MemoryError, OSError) as error:
             for engine in engines:
