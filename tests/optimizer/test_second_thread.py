@@ -2,8 +2,6 @@
 """Every public method may be called from a second thread while the loop trains: same bits, or one clear error."""
 
 import contextlib
-import contextvars
-import faulthandler
 import inspect
 import sys
 import threading
@@ -17,7 +15,8 @@ from offstage.checkpoint.manifest import MANIFEST
 from offstage.errors import OffstageError
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from tests.support.contract import SMALL, adamw, assert_same, snapshot
-from tests.support.lives import clip_to, inputs, loss_of, stack
+from tests.support.lives import clip_to, loss_of, stack
+from tests.support.second_thread import READS, WRITES, assert_clear, second_thread
 from tests.support.training import THREADED, lazily
 
 KINDS = [None, 0, 1, 2, THREADED]
@@ -30,72 +29,6 @@ MODES = {
     "in backward, clipped": {"update_in_backward": True, "clip": 1e4},
 }
 STEPS = 12
-
-
-def first(model):
-    return next(model.parameters())
-
-
-def read_all_state(model, optimizer):
-    return {param: dict(values) for param, values in optimizer.state.items()}
-
-
-def move(model, optimizer):
-    optimizer.replan(fraction=0.5)
-    optimizer.replan(fraction=1.0)
-
-
-READS = {
-    "state_dict": lambda model, optimizer: optimizer.state_dict(),
-    "state": read_all_state,
-    "state[p]": lambda model, optimizer: optimizer.state[first(model)].get("exp_avg"),
-    "len(state)": lambda model, optimizer: len(optimizer.state),
-    "in state": lambda model, optimizer: first(model) in optimizer.state,
-    "receipt": lambda model, optimizer: str(optimizer.receipt()),
-    "plan": lambda model, optimizer: optimizer.plan.summary(),
-    "config": lambda model, optimizer: optimizer.config.fraction,
-    "repr": lambda model, optimizer: repr(optimizer),
-    "synchronize": lambda model, optimizer: optimizer.synchronize(),
-    "prefetch": lambda model, optimizer: optimizer.prefetch(),
-    "evict": lambda model, optimizer: optimizer.evict(),
-    "replan": move,
-    "weights": lambda model, optimizer: model.state_dict(),
-    "evaluation": lambda model, optimizer: torch.no_grad()(model[0])(inputs(0)),
-}
-"""What leaves the result as it is."""
-
-
-def write_state(model, optimizer):
-    optimizer.state[first(model)]["exp_avg"] = torch.zeros_like(first(model))
-
-
-def clear_state(model, optimizer):
-    optimizer.state = {}
-
-
-def accumulate(model, optimizer):
-    with optimizer.accumulate():
-        pass
-
-
-def add_group(model, optimizer):
-    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
-
-
-WRITES = {
-    "step": lambda model, optimizer: optimizer.step(),
-    "zero_grad": lambda model, optimizer: optimizer.zero_grad(),
-    "zero_grad in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
-    "clip_grad_norm_": lambda model, optimizer: optimizer.clip_grad_norm_(1.0),
-    "load_state_dict": lambda model, optimizer: optimizer.load_state_dict(snapshot(optimizer)),
-    "add_param_group": add_group,
-    "accumulate": accumulate,
-    "state[p][name] =": write_state,
-    "state =": clear_state,
-    "load weights": lambda model, optimizer: model.load_state_dict(stack(layers=6).state_dict()),
-    "close": lambda model, optimizer: optimizer.close(),
-}
-"""What changes the result, from whichever thread it is called."""
 
 
 def iterate(model, optimizer, numbers, clip=None):
@@ -111,42 +44,6 @@ def made(mode):
     clip = settings.pop("clip", None)
     model = stack(layers=6)
     return model, offstage.offload(adamw(model.parameters()), model, **{**SMALL, **settings}), clip
-
-
-@contextlib.contextmanager
-def second_thread(calls, model, optimizer):
-    """Within, another thread makes `calls` over and over. Yields what it got: a list of (name, error or None)."""
-    found, stop = [], threading.Event()
-
-    def work():
-        while not stop.is_set():
-            for name, call in calls.items():
-                try:
-                    call(model, optimizer)
-                    found.append((name, None))
-                except BaseException as error:
-                    found.append((name, error))
-
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        yield found
-    finally:
-        stop.set()
-        thread.join(20)
-        sys.setswitchinterval(before)
-        if thread.is_alive():  # where it stands, and where the others do
-            faulthandler.dump_traceback(sys.__stderr__)
-        assert not thread.is_alive()
-
-
-def assert_clear(found):
-    """Each call came to its end, or raised one of our errors."""
-    strange = [(name, repr(error)) for name, error in found if not isinstance(error, OffstageError | None)]
-    # Autograd's own, where a step was made since forward.
-    assert not [one for one in strange if one[0] != "iterate" or "modified by an inplace operation" not in one[1]]
 
 
 def reference(mode):
@@ -215,7 +112,7 @@ def test_closing_or_growing_while_the_loop_trains(name, kind):
 def test_every_public_method_is_among_them():
     """A method that is added is added here."""
     public = {name for name in vars(OffloadedOptimizer) if not name.startswith("_")}
-    called = " ".join(inspect.getsource(sys.modules[__name__]).split())
+    called = inspect.getsource(sys.modules[second_thread.__module__])
     assert all(f"optimizer.{name}" in called for name in public)
 
 
