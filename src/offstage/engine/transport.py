@@ -7,10 +7,10 @@ As long as nothing is off the device its lanes are immediate and it owns no memo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +23,7 @@ from offstage.engine.external_writes import ExternalWrites
 from offstage.engine.host_updates import HostUpdates
 from offstage.engine.pipeline import Pipeline
 from offstage.errors import OffstageError
-from offstage.lanes.host_threads import HostThreads, is_host_thread
+from offstage.lanes.host_threads import HostThreads, may_wait_for_threads
 from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.cpus import cpus_near, num_threads
@@ -254,8 +254,12 @@ def _drain(lanes: Lanes, arenas: Arenas, in_use: object, owner: int) -> None:
     """Keeps `in_use` and the arenas alive until the lanes are done with them."""
     if os.getpid() != owner:
         return
-    if is_host_thread():  # the garbage collector runs anywhere, and this thread must not wait for itself
-        threading.Thread(target=_drain, args=(lanes, arenas, in_use, owner)).start()
-        return
+    if may_wait_for_threads():
+        _dissolve(lanes, arenas, in_use)
+    else:
+        lanes.after_promises(functools.partial(_dissolve, lanes, arenas, in_use))
+
+
+def _dissolve(lanes: Lanes, arenas: Arenas, in_use: object) -> None:
     lanes.synchronize("drop: nothing is under way")
     arenas.dissolve()

@@ -17,7 +17,6 @@ import resource
 import threading
 import weakref
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,8 @@ import torch
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
 from offstage.memory.cpus import cpus_near
+from offstage.memory.interrupts import deferred_interrupts
+from offstage.memory.threads import Crew, together
 
 logger = logging.getLogger("offstage")
 
@@ -66,9 +67,10 @@ class Arena:
         address = self.flat.data_ptr()
         _first_touch(self._memory, address, self.nbytes, cpus_near(device))
         if self.pinned:
-            _register(address, self.nbytes, device)
-            # Runs once: at close(), at garbage collection, or at interpreter exit.
-            self._finalizer = weakref.finalize(self, _unregister, address, device, os.getpid())
+            with deferred_interrupts():  # memory that is registered is unregistered before it is unmapped
+                _register(address, self.nbytes, device)
+                # Runs once: at close(), at garbage collection, or at interpreter exit.
+                self._finalizer = weakref.finalize(self, _unregister, address, device, os.getpid())
 
     def tensor(self, start: int, numel: int) -> torch.Tensor:
         """Elements `[start, start + numel)` without a copy, in a storage of exactly that size.
@@ -134,18 +136,17 @@ def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection
             view[start : start + length : _PAGE] = bytes(-(-length // _PAGE))  # older kernels
 
     starts = range(0, nbytes, _TOUCH_BYTES)
-    threads = min(len(starts), len(cpus or os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, initializer=_stay_on, initargs=(cpus,)) as pool:
-        # All threads exist before the first touch: starting one needs the lock that populating pages holds.
-        all_started = threading.Barrier(threads)
-        list(pool.map(lambda _: all_started.wait(), range(threads)))
-        list(pool.map(touch, starts))
-    view.release()
+    left = iter(starts)
 
+    def populate(_: int, crew: Crew[None]) -> None:
+        if cpus is not None and threading.current_thread() is not caller:
+            os.sched_setaffinity(0, cpus)  # 0: this thread
+        while not crew.stopped and (start := next(left, None)) is not None:
+            touch(start)
 
-def _stay_on(cpus: Collection[int] | None) -> None:
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)  # 0: this thread
+    # All threads exist before the first touch: starting one needs the lock that populating pages holds.
+    caller = threading.current_thread()
+    together(populate, min(len(starts), len(cpus or os.sched_getaffinity(0))))
 
 
 def _pinned_by_torch(nbytes: int) -> Any:
