@@ -26,6 +26,7 @@ from offstage.errors import OffstageError
 from offstage.lanes.host_threads import HostThreads, may_wait_for_threads
 from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes
 from offstage.lanes.link import link_for
+from offstage.memory.arena import check_owner
 from offstage.memory.cpus import cpus_near, num_threads
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
@@ -100,6 +101,7 @@ class Transport:
         self._moved_before = (0, 0)
         self._most_window_slots = sys.maxsize
         self._closed = False
+        self._owner = os.getpid()
         self._connect(ImmediateLanes(device))
 
     def _connect(self, lanes: Lanes) -> None:
@@ -171,8 +173,14 @@ class Transport:
         )
         error.add_note(f"offstage: device_budget={format_size(budget)} is more than {self.device} has left; {remedy}.")
 
+    def check_process(self) -> None:
+        """Raise in a forked child, which would wait for ever for threads that it does not have."""
+        if self.is_open:
+            check_owner(self._owner)
+
     def synchronize(self, reason: str) -> None:
         """Make the host wait until everything that was given to the lanes is done."""
+        self.check_process()
         self.lanes.synchronize(reason)
         if self.lanes.checks:
             self.lanes.touch_on_host(
