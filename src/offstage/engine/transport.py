@@ -28,6 +28,7 @@ from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.arena import check_owner
 from offstage.memory.cpus import cpus_near, num_threads
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
 
@@ -262,10 +263,11 @@ def _drain(lanes: Lanes, arenas: Arenas, in_use: object, owner: int) -> None:
     """Keeps `in_use` and the arenas alive until the lanes are done with them."""
     if os.getpid() != owner:
         return
-    if may_wait_for_threads():
-        _dissolve(lanes, arenas, in_use)
-    else:
-        lanes.after_promises(functools.partial(_dissolve, lanes, arenas, in_use))
+    with deferred_interrupts():  # or memory that the lanes still use would be freed
+        if may_wait_for_threads():
+            _dissolve(lanes, arenas, in_use)
+        else:
+            lanes.after_promises(functools.partial(_dissolve, lanes, arenas, in_use))
 
 
 def _dissolve(lanes: Lanes, arenas: Arenas, in_use: object) -> None:

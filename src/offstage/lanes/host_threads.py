@@ -22,7 +22,7 @@ from queue import SimpleQueue
 import torch
 
 from offstage.memory.interrupts import deferred_interrupts
-from offstage.memory.threads import start_some
+from offstage.memory.threads import Latch, start_some
 
 _LONGEST_JOIN_S = 10.0
 _NAME = "offstage-host-"
@@ -90,7 +90,7 @@ class HostThreads:
                 for piece in slices:
                     piece()
             return
-        over = threading.Event()
+        over = Latch()
         errors: list[BaseException | None] = []
 
         def done(error: BaseException | None) -> None:

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from offstage.memory.threads import Latch
+
 _running = threading.local()
 """Per thread: what follows the promises it has ended, in their order. Chains are long, so they run in a loop."""
 
@@ -23,18 +25,18 @@ class Promise:
 
     def __init__(self) -> None:
         # No lock around these two: a finalizer calls `then`, in a thread that may be in the middle of any method.
-        self._over = threading.Event()
+        self._over = Latch()
         self._then: deque[Callable[[], None]] = deque()
         self._mark: Any = None
         self._error: BaseException | None = None
 
     @property
     def is_over(self) -> bool:
-        return self._over.is_set()
+        return self._over.is_set
 
     @property
     def is_resolved(self) -> bool:
-        return self._over.is_set() and self._error is None
+        return self._over.is_set and self._error is None
 
     def resolve(self, mark: Any = None) -> None:
         self._end(mark, None)
@@ -56,7 +58,7 @@ class Promise:
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` when this is over: now, or later in the thread that ends it."""
         self._then.append(act)
-        if self._over.is_set():
+        if self._over.is_set:
             for one in self._taken():
                 one()
 

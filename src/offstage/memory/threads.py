@@ -21,6 +21,29 @@ logger = logging.getLogger("offstage")
 Result = TypeVar("Result")
 
 
+class Latch:
+    """What one thread sets, once, and others wait for.
+
+    `threading.Event` is not for waits that Ctrl-C may end: it arrives between the lines of `Condition.wait` too, which
+    then releases a lock that it does not have, or keeps one that the setting thread needs.
+    """
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._unset = threading.Lock()
+        self._unset.acquire()
+
+    def set(self) -> None:
+        self.is_set = True
+        self._unset.release()
+
+    def wait(self) -> None:
+        """Return when it is set."""
+        if not self.is_set:
+            with self._unset:  # nothing can come between taking the lock and giving it to the next that waits
+                pass
+
+
 def start_some(threads: Iterable[threading.Thread], wanted: int) -> list[threading.Thread]:
     """Start `threads`, up to the first that the system refuses; returns those that run.
 
@@ -75,7 +98,7 @@ class Crew(Generic[Result]):
         self._act = act
         self._results: dict[int, Result] = {}
         self._errors: list[BaseException] = []
-        self._all_started, self._over = threading.Event(), threading.Event()
+        self._all_started, self._over = Latch(), Latch()
         self._finished = itertools.count(1)
 
     def start(self, num_threads: int) -> None:
