@@ -415,6 +415,7 @@ class Bench(Scenario):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         (folder / "benchmarks").mkdir()
+        (folder / "benchmarks" / "__init__.py").touch()
         (folder / "benchmarks" / "one.py").write_text('"""Does it end?"""\n')
 
     def act(self) -> None:
