@@ -78,6 +78,7 @@ PLACES = {
     "memory/threads.py:Crew._work": "offload",
     "memory/threads.py:Crew.start": "offload",
     "memory/threads.py:Crew.wait": "offload",
+    "memory/threads.py:Latch.wait": "offload",
     "memory/threads.py:start_some": "offload",
     "memory/threads.py:together": "offload",
     "optimizer/places.py:Places.wait_for_snapshots": "save in the background",

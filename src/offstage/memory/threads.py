@@ -19,6 +19,7 @@ from offstage.memory.interrupts import deferred_interrupts
 logger = logging.getLogger("offstage")
 
 Result = TypeVar("Result")
+_LOOK_EVERY_S = 0.5
 
 
 class Latch:
@@ -39,9 +40,11 @@ class Latch:
 
     def wait(self) -> None:
         """Return when it is set."""
-        if not self.is_set:
-            with self._unset:  # nothing can come between taking the lock and giving it to the next that waits
-                pass
+        # Not without looking now and then: a signal that comes just before the thread falls asleep does not wake it, and
+        # one that comes just after it has taken the lock lets it keep the lock.
+        while not self.is_set:
+            if self._unset.acquire(timeout=_LOOK_EVERY_S):
+                self._unset.release()
 
 
 def start_some(threads: Iterable[threading.Thread], wanted: int) -> list[threading.Thread]:
@@ -71,19 +74,21 @@ def _warn_of_limit(wanted: int, error: str) -> None:
     )
 
 
-def together(act: Callable[[int, Crew[Result]], Result], num_threads: int) -> list[Result]:
+def together(
+    act: Callable[[int, Crew[Result]], Result], num_threads: int, *, stop: Callable[[], None] = lambda: None
+) -> list[Result]:
     """The results of `act(number, crew)` for each number below `crew.count`, called at the same time.
 
-    `crew.count` is `num_threads`, or as many threads as could be started, at least 1. Ctrl-C sets `crew.stopped`, which
-    long work looks at, and is raised when all calls have returned.
+    `crew.count` is `num_threads`, or as many threads as could be started, at least 1. An error in one of them, or
+    Ctrl-C, sets `crew.stopped`, which long work looks at, and calls `stop`; it is raised when all calls have returned.
     """
-    crew: Crew[Result] = Crew(act)
+    crew: Crew[Result] = Crew(act, stop)
     try:
         with deferred_interrupts():
             crew.start(num_threads)
         crew.wait()
     except BaseException:
-        crew.stopped = True
+        crew.give_up()
         crew.wait()
         raise
     return crew.results() if crew.count else [act(0, crew.alone())]
@@ -92,10 +97,10 @@ def together(act: Callable[[int, Crew[Result]], Result], num_threads: int) -> li
 class Crew(Generic[Result]):
     """The threads of one call of `together`."""
 
-    def __init__(self, act: Callable[[int, Crew[Result]], Result]) -> None:
+    def __init__(self, act: Callable[[int, Crew[Result]], Result], stop: Callable[[], None]) -> None:
         self.count = 0
         self.stopped = False
-        self._act = act
+        self._act, self._stop = act, stop
         self._results: dict[int, Result] = {}
         self._errors: list[BaseException] = []
         self._all_started, self._over = Latch(), Latch()
@@ -106,7 +111,7 @@ class Crew(Generic[Result]):
         try:
             self.count = len(start_some(made, num_threads))
         except BaseException:
-            self.stopped = True
+            self.give_up()
             raise
         finally:
             self._all_started.set()
@@ -116,6 +121,11 @@ class Crew(Generic[Result]):
         self.count = 1
         return self
 
+    def give_up(self) -> None:
+        """Threads that have not begun do nothing, and the others end soon."""
+        self.stopped = True
+        self._stop()
+
     def wait(self) -> None:
         """Return when no thread is in `act` any more."""
         if self.count:
@@ -124,7 +134,9 @@ class Crew(Generic[Result]):
     def results(self) -> list[Result]:
         """In the order of their numbers."""
         if self._errors:
-            raise self._errors[0]
+            first = self._errors[0]
+            self._errors.clear()  # their tracebacks keep alive what `act` worked on
+            raise first
         return [self._results[number] for number in range(self.count)]
 
     def _work(self, number: int) -> None:
@@ -134,5 +146,6 @@ class Crew(Generic[Result]):
                 self._results[number] = self._act(number, self)
         except BaseException as error:
             self._errors.append(error)
+            self.give_up()
         if next(self._finished) == self.count:
             self._over.set()
