@@ -44,7 +44,7 @@ from tests.support.training import same_bits
 
 SECONDS = 10.0
 """More than any of these takes, and less than a test may."""
-MOST_STEPS, MOST_ELSEWHERE = 24, 6
+MOST_STEPS, MOST_ELSEWHERE = 14, 4
 """How many steps of a scenario get Ctrl-C: in the files of its places, and in all others."""
 
 STARTS = {
@@ -450,7 +450,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
 @pytest.fixture(autouse=True)
 def nothing_left() -> Any:
     """No thread stays: neither one that waits for ever nor one of an object that is gone."""
-    gc.collect()
     before = set(threading.enumerate())
     yield
     gc.collect()

@@ -40,8 +40,8 @@ class Latch:
 
     def wait(self) -> None:
         """Return when it is set."""
-        # Not without looking now and then: a signal that comes just before the thread falls asleep does not wake it, and
-        # one that comes just after it has taken the lock lets it keep the lock.
+        # Not without looking now and then: a signal that comes just before the thread falls asleep does not wake it,
+        # and one that comes just after it has taken the lock lets it keep the lock.
         while not self.is_set:
             if self._unset.acquire(timeout=_LOOK_EVERY_S):
                 self._unset.release()
