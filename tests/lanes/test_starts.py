@@ -453,6 +453,7 @@ def nothing_left() -> Any:
     before = set(threading.enumerate())
     yield
     gc.collect()
+    HostThreads(1)  # ends those whose finalizer was interrupted
     assert wait_until(lambda: not any(thread not in before and thread.is_alive() for thread in threading.enumerate()))
 
 

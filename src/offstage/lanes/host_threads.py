@@ -28,6 +28,7 @@ _LONGEST_JOIN_S = 10.0
 _NAME = "offstage-host-"
 _collecting: set[int] = set()
 """Threads in which the garbage collector runs."""
+_owners: weakref.WeakKeyDictionary[_Jobs, weakref.ref[HostThreads]] = weakref.WeakKeyDictionary()
 _here = threading.local()
 """`is_host_thread`, in those of this module."""
 Slice = Callable[[], None]
@@ -59,6 +60,8 @@ class HostThreads:
         self._starting = threading.Lock()
         self._queue = _Jobs()
         self._threads: list[threading.Thread] = []
+        _close_queues(left_behind=True)
+        _owners[self._queue] = weakref.ref(self)
         # Threads hold the queue, not this object: dropping it ends them.
         weakref.finalize(self, _end, self._queue, self._threads, os.getpid())
 
@@ -235,8 +238,16 @@ def _join(threads: Collection[threading.Thread]) -> None:
         thread.join(_LONGEST_JOIN_S)
 
 
+def _close_queues(*, left_behind: bool) -> None:
+    """Close all queues; or those `left_behind`, whose owner is gone: Ctrl-C ends a finalizer too."""
+    for queue, owner in list(_owners.items()):
+        if not left_behind or owner() is None:
+            queue.close()
+
+
 def _join_at_exit() -> None:
     """A thread that is still in torch when the interpreter ends takes it down."""
+    _close_queues(left_behind=False)
     _join([thread for thread in threading.enumerate() if thread.name.startswith(_NAME)])
 
 
