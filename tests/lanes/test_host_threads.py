@@ -364,7 +364,7 @@ def test_a_forked_child_may_drop_them():
     held, release = threading.Event(), threading.Event()
 
     def hold():
-        with threads._queue._changed:
+        with threads._queue._counting:
             held.set()
             release.wait(10)
 

@@ -329,6 +329,7 @@ class Engine:
 
         Speculative updates are not settled before it is decided that they stay.
         """
+        self.transport.check_process()
         undecided = self.round.ready if self.round is not None and self.round.speculative else {}
         states = [state for state in states if state in self.pending and state not in undecided]
         due = [self.pending[state] for state in states]

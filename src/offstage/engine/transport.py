@@ -7,10 +7,10 @@ As long as nothing is off the device its lanes are immediate and it owns no memo
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -23,10 +23,12 @@ from offstage.engine.external_writes import ExternalWrites
 from offstage.engine.host_updates import HostUpdates
 from offstage.engine.pipeline import Pipeline
 from offstage.errors import OffstageError
-from offstage.lanes.host_threads import HostThreads, is_host_thread
+from offstage.lanes.host_threads import HostThreads, may_wait_for_threads
 from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes
 from offstage.lanes.link import link_for
+from offstage.memory.arena import check_owner
 from offstage.memory.cpus import cpus_near, num_threads
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
 
@@ -100,6 +102,7 @@ class Transport:
         self._moved_before = (0, 0)
         self._most_window_slots = sys.maxsize
         self._closed = False
+        self._owner = os.getpid()
         self._connect(ImmediateLanes(device))
 
     def _connect(self, lanes: Lanes) -> None:
@@ -171,8 +174,14 @@ class Transport:
         )
         error.add_note(f"offstage: device_budget={format_size(budget)} is more than {self.device} has left; {remedy}.")
 
+    def check_process(self) -> None:
+        """Raise in a forked child, which would wait for ever for threads that it does not have."""
+        if self.is_open:
+            check_owner(self._owner)
+
     def synchronize(self, reason: str) -> None:
         """Make the host wait until everything that was given to the lanes is done."""
+        self.check_process()
         self.lanes.synchronize(reason)
         if self.lanes.checks:
             self.lanes.touch_on_host(
@@ -254,8 +263,13 @@ def _drain(lanes: Lanes, arenas: Arenas, in_use: object, owner: int) -> None:
     """Keeps `in_use` and the arenas alive until the lanes are done with them."""
     if os.getpid() != owner:
         return
-    if is_host_thread():  # the garbage collector runs anywhere, and this thread must not wait for itself
-        threading.Thread(target=_drain, args=(lanes, arenas, in_use, owner)).start()
-        return
+    with deferred_interrupts():  # or memory that the lanes still use would be freed
+        if may_wait_for_threads():
+            _dissolve(lanes, arenas, in_use)
+        else:
+            lanes.after_promises(functools.partial(_dissolve, lanes, arenas, in_use))
+
+
+def _dissolve(lanes: Lanes, arenas: Arenas, in_use: object) -> None:
     lanes.synchronize("drop: nothing is under way")
     arenas.dissolve()

@@ -206,6 +206,9 @@ class AcceleratorLanes(Lanes):
     def has_promised(self) -> bool:
         return not all(promise.is_over for promise in self._promises)
 
+    def after_promises(self, act: Callable[[], None]) -> None:
+        promised_after(self._promises, lambda promise: act())
+
     def check(self) -> None:
         for last in self._last.values():
             if last.is_over:

@@ -9,6 +9,7 @@ at the end of a chunk. Slices release the GIL for nearly all of their time, so t
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -16,11 +17,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 import torch
 
+from offstage.memory.interrupts import deferred_interrupts
+from offstage.memory.threads import Latch, start_some
+
 _LONGEST_JOIN_S = 10.0
 _NAME = "offstage-host-"
+_collecting: set[int] = set()
+"""Threads in which the garbage collector runs."""
+_owners: weakref.WeakKeyDictionary[_Jobs, weakref.ref[HostThreads]] = weakref.WeakKeyDictionary()
+_here = threading.local()
+"""`is_host_thread`, in those of this module."""
 Slice = Callable[[], None]
 Done = Callable[[BaseException | None], None]
 
@@ -30,11 +40,7 @@ class _Job:
     slices: Sequence[Slice]
     wait: Callable[[], None]
     done: Done
-    taken: int = 0
     left: int = field(init=False)
-    asked: bool = False
-    """A thread is waiting for what the job waits for."""
-    ready: bool = False
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -42,7 +48,10 @@ class _Job:
 
 
 class HostThreads:
-    """Threads that start with the first job and end when this object is dropped."""
+    """Threads that start with the first job and end when this object is dropped.
+
+    Where the system allows fewer, these do all jobs; where it allows none, `give` does the job before it returns.
+    """
 
     def __init__(self, num_threads: int, cpus: Collection[int] | None = None) -> None:
         """`cpus`: where the threads may run, if not everywhere."""
@@ -51,6 +60,8 @@ class HostThreads:
         self._starting = threading.Lock()
         self._queue = _Jobs()
         self._threads: list[threading.Thread] = []
+        _close_queues(left_behind=True)
+        _owners[self._queue] = weakref.ref(self)
         # Threads hold the queue, not this object: dropping it ends them.
         weakref.finalize(self, _end, self._queue, self._threads, os.getpid())
 
@@ -64,17 +75,25 @@ class HostThreads:
 
         Returns at once.
         """
-        self._start()
-        self._queue.add(_Job(slices, wait, done))
+        with deferred_interrupts():
+            self._start()
+            self._queue.add(_Job(slices, wait, done))
+            if not self._threads:
+                with torch.no_grad():
+                    self._queue.work_off()
 
     def run(self, slices: Sequence[Slice]) -> None:
-        """Run `slices` and return when they are done."""
+        """Run `slices` and return when they are done. Ctrl-C comes after that: threads may be writing until then."""
+        with deferred_interrupts():
+            self._run(slices)
+
+    def _run(self, slices: Sequence[Slice]) -> None:
         if self.num_threads == 1 or len(slices) == 1:
             with self._queue.busy():
                 for piece in slices:
                     piece()
             return
-        over = threading.Event()
+        over = Latch()
         errors: list[BaseException | None] = []
 
         def done(error: BaseException | None) -> None:
@@ -87,132 +106,172 @@ class HostThreads:
             raise errors[0]
 
     def _start(self) -> None:
+        """Start the threads that are missing, as far as the system allows it."""
         with self._starting:
-            while len(self._threads) < self.num_threads:
-                # Daemons: the interpreter joins others before anything else at its exit, when they wait for work.
-                name = f"{_NAME}{len(self._threads)}"
-                thread = threading.Thread(target=_work, args=(self._queue, self._cpus), name=name, daemon=True)
-                self._threads.append(thread)
-                thread.start()
+            # Daemons: the interpreter joins others before anything else at its exit, when they wait for work.
+            missing = (
+                threading.Thread(target=_work, args=(self._queue, self._cpus), name=f"{_NAME}{number}", daemon=True)
+                for number in range(len(self._threads), self.num_threads)
+            )
+            self._threads += start_some(missing, self.num_threads)
 
 
 class _Jobs:
-    """Jobs, and who does what of them."""
+    """Jobs, and which slice is next.
+
+    Finalizers close it, in a thread that may be in the middle of any method: so there are no locks that are waited for,
+    and what threads wait in is a queue of C, whose `put` may be interrupted by another.
+    """
 
     def __init__(self) -> None:
         self.busy_s = 0.0
         self._jobs: deque[_Job] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
+        self._turn = threading.Lock()
+        """Held from the moment at which a job is the first one until what it waits for is there."""
+        self._next: SimpleQueue[tuple[_Job, int | None] | None] = SimpleQueue()
+        self._counting = threading.Lock()
         self._running = 0
         self._since = 0.0
 
     def add(self, job: _Job) -> None:
-        with self._changed:
-            self._jobs.append(job)
-            self._changed.notify_all()
+        self._jobs.append(job)
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Let the first job wait for what it waits for, unless another one does, which calls this when it has it."""
+        while self._jobs and self._turn.acquire(blocking=False):
+            try:
+                job = self._jobs.popleft()
+            except IndexError:  # another thread was faster
+                self._turn.release()
+                continue
+            self._next.put((job, None))
+            return
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        """Let the threads end, behind all jobs."""
+        self.add(_Job((), _nothing, lambda error: self._next.put(None)))
 
     def next(self) -> tuple[_Job, int | None] | None:
         """A slice to run; or `None` in its place: wait for what the job waits for. `None`: there will be no more."""
-        with self._changed:
-            while True:
-                job = self._jobs[0] if self._jobs else None
-                if job is not None and job.ready:
-                    index, job.taken = job.taken, job.taken + 1
-                    if job.taken == len(job.slices):
-                        self._jobs.popleft()
-                    self._begin()
-                    return job, index
-                if job is not None and not job.asked:
-                    job.asked = True
-                    return job, None
-                if job is None and self._closed:
-                    return None
-                self._changed.wait()
+        found = self._next.get()
+        if found is None:
+            self._next.put(None)  # for the other threads
+        return found
 
-    def is_ready(self, job: _Job, error: BaseException | None) -> None:
-        """What `job` waited for is there; with an error none of its slices run."""
-        with self._changed:
-            job.ready, job.error = True, error
-            if error is not None or not job.slices:
-                self._jobs.remove(job)
-            self._changed.notify_all()
-        if error is not None or not job.slices:
-            job.done(error)
+    def work_off(self) -> None:
+        """Do all jobs in the caller's thread."""
+        while not self._next.empty():
+            found = self.next()
+            if found is None:
+                return
+            self.do(*found)
 
-    def is_run(self, job: _Job, error: BaseException | None) -> None:
-        with self._changed:
-            self._end()
+    def do(self, job: _Job, index: int | None) -> None:
+        """What `next` has returned."""
+        if index is None:
+            self._is_ready(job, _error_of(job.wait))
+            return
+        with self.busy():
+            error = _error_of(job.slices[index])
+        with self._counting:
             job.left -= 1
             job.error = job.error or error
             over = job.left == 0
         if over:
             job.done(job.error)
 
+    def _is_ready(self, job: _Job, error: BaseException | None) -> None:
+        """What `job` waited for is there; with an error none of its slices run."""
+        slices = 0 if error is not None else len(job.slices)
+        for index in range(slices):
+            self._next.put((job, index))
+        self._turn.release()
+        self._begin_next()
+        if not slices:
+            job.done(error)
+
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """A slice runs within, in the caller's own thread."""
-        with self._changed:
-            self._begin()
+        """A slice runs within."""
+        with self._counting:
+            if self._running == 0:
+                self._since = time.perf_counter()
+            self._running += 1
         try:
             yield
         finally:
-            with self._changed:
-                self._end()
-
-    def _begin(self) -> None:
-        if self._running == 0:
-            self._since = time.perf_counter()
-        self._running += 1
-
-    def _end(self) -> None:
-        self._running -= 1
-        if self._running == 0:
-            self.busy_s += time.perf_counter() - self._since
+            with self._counting:
+                self._running -= 1
+                if self._running == 0:
+                    self.busy_s += time.perf_counter() - self._since
 
 
-def is_host_thread() -> bool:
-    """Whether the caller is one of these threads."""
-    return threading.current_thread().name.startswith(_NAME)
+def may_wait_for_threads() -> bool:
+    """Whether a finalizer may wait for host threads here.
+
+    Not in one of them, which would wait for itself; nor while the garbage collector runs, which interrupts a thread
+    anywhere: it may hold a lock (of numba's compiler, of an import, of `threading`) that they need to go on.
+    """
+    return threading.get_ident() not in _collecting and not hasattr(_here, "is_host_thread")
+
+
+def _notice_collection(phase: str, _: object) -> None:
+    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
+
+
+gc.callbacks.append(_notice_collection)
 
 
 def _end(queue: _Jobs, threads: list[threading.Thread], owner: int) -> None:
-    """Let the threads end, and wait for it: one that is still in torch when the interpreter ends takes it down."""
+    """Let the threads end, and wait for it, here or at the end of the program."""
     if os.getpid() != owner:
         return  # a forked child has no such threads, and maybe a lock that one of them held
-    if is_host_thread():  # the garbage collector runs anywhere, and none of them can wait for itself
-        threading.Thread(target=_end, args=(queue, threads, owner)).start()
-        return
-    queue.close()
+    with deferred_interrupts():
+        queue.close()
+    if may_wait_for_threads():
+        _join(threads)
+
+
+def _join(threads: Collection[threading.Thread]) -> None:
     for thread in threads:
         thread.join(_LONGEST_JOIN_S)
 
 
+def _close_queues(*, left_behind: bool) -> None:
+    """Close all queues; or those `left_behind`, whose owner is gone: Ctrl-C ends a finalizer too."""
+    for queue, owner in list(_owners.items()):
+        if not left_behind or owner() is None:
+            queue.close()
+
+
+def _join_at_exit() -> None:
+    """A thread that is still in torch when the interpreter ends takes it down."""
+    _close_queues(left_behind=False)
+    _join([thread for thread in threading.enumerate() if thread.name.startswith(_NAME)])
+
+
+weakref.finalize(_join, _join_at_exit)  # made first, so it runs behind all others of these rooms
+
+
 def _work(queue: _Jobs, cpus: Collection[int] | None) -> None:
+    _here.is_host_thread = True
     torch.set_grad_enabled(False)  # as in step(); this too is the thread's own
     if cpus is not None:
         with contextlib.suppress(OSError):  # the process may have lost them since: slower, otherwise the same
             os.sched_setaffinity(0, cpus)  # of this thread
     while (found := queue.next()) is not None:
-        job, index = found
-        error: BaseException | None = None
-        try:
-            if index is None:
-                job.wait()
-            else:
-                job.slices[index]()
-        except BaseException as raised:  # the job's `done` gets it
-            error = raised
-        if index is None:
-            queue.is_ready(job, error)
-        else:
-            queue.is_run(job, error)
-        del job, found  # an idle thread keeps nothing alive
+        queue.do(*found)
+        del found  # an idle thread keeps nothing alive
+
+
+def _error_of(act: Callable[[], None]) -> BaseException | None:
+    """What `act` raises: the job's `done` gets it."""
+    try:
+        act()
+    except BaseException as error:
+        return error
+    return None
 
 
 def _nothing() -> None:

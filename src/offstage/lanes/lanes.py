@@ -144,6 +144,10 @@ class Lanes(ABC):
         """Whether there is work that other threads have still to give to its lane."""
         return False
 
+    def after_promises(self, act: Callable[[], None]) -> None:
+        """Call `act` when there is no such work: now, or later in the thread that gives the last of it."""
+        act()
+
     def blocking(self) -> contextlib.AbstractContextManager[Any]:
         """Within the context, a submit to a full lane blocks until there is room, instead of promising the work.
 

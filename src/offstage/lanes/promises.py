@@ -7,10 +7,14 @@ that a stream has no room for is submitted by a thread that waits for room. Unti
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from offstage.memory.threads import Latch
 
 _running = threading.local()
 """Per thread: what follows the promises it has ended, in their order. Chains are long, so they run in a loop."""
@@ -20,19 +24,19 @@ class Promise:
     """Resolved once, with the mark that was promised (`None`: nothing is left to wait for), or rejected."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._over = threading.Event()
-        self._then: list[Callable[[], None]] = []
+        # No lock around these two: a finalizer calls `then`, in a thread that may be in the middle of any method.
+        self._over = Latch()
+        self._then: deque[Callable[[], None]] = deque()
         self._mark: Any = None
         self._error: BaseException | None = None
 
     @property
     def is_over(self) -> bool:
-        return self._over.is_set()
+        return self._over.is_set
 
     @property
     def is_resolved(self) -> bool:
-        return self._over.is_set() and self._error is None
+        return self._over.is_set and self._error is None
 
     def resolve(self, mark: Any = None) -> None:
         self._end(mark, None)
@@ -53,18 +57,23 @@ class Promise:
 
     def then(self, act: Callable[[], None]) -> None:
         """Call `act` when this is over: now, or later in the thread that ends it."""
-        with self._lock:
-            if not self._over.is_set():
-                self._then.append(act)
-                return
-        act()
+        self._then.append(act)
+        if self._over.is_set:
+            for one in self._taken():
+                one()
 
     def _end(self, mark: Any, error: BaseException | None) -> None:
-        with self._lock:
-            self._mark, self._error = mark, error
-            then, self._then = self._then, []
-            self._over.set()
-        _run_all(then)
+        self._mark, self._error = mark, error
+        self._over.set()
+        _run_all(self._taken())
+
+    def _taken(self) -> list[Callable[[], None]]:
+        """What follows; each is taken once, by the thread that ended the promise or by the one that added it."""
+        acts = []
+        with contextlib.suppress(IndexError):
+            while True:
+                acts.append(self._then.popleft())
+        return acts
 
 
 def _run_all(acts: list[Callable[[], None]]) -> None:
@@ -85,15 +94,10 @@ def promised_after(promises: Iterable[Promise], act: Callable[[Promise], None]) 
     """A promise that `act` resolves, called when all `promises` are over; what it raises rejects the promise."""
     result = Promise()
     open_ones = [promise for promise in promises if not promise.is_over]
-    lock = threading.Lock()
-    left = len(open_ones)
+    over = itertools.count(1)
 
     def one_is_over() -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = left == 0
-        if last:
+        if next(over) == len(open_ones):
             run()
 
     def run() -> None:

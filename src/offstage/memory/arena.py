@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import mmap
 import os
@@ -17,16 +18,17 @@ import resource
 import threading
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offstage.config import format_size
-from offstage.errors import HostMemoryError
+from offstage.errors import HostMemoryError, OffstageError
 from offstage.memory.claims import Claim, Outstanding, memory_cgroups, others_outstanding, own_outstanding
 from offstage.memory.cpus import cpus_near
+from offstage.memory.interrupts import deferred_interrupts
+from offstage.memory.threads import Crew, together
 
 logger = logging.getLogger("offstage")
 
@@ -38,6 +40,13 @@ _TOUCH_BYTES = 64 * 1024 * 1024  # what one thread populates at a time
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _PAGE = mmap.PAGESIZE
+_handed_out: weakref.WeakValueDictionary[tuple[int, weakref.ref[Arena]], memoryview] = weakref.WeakValueDictionary()
+"""The memory under each tensor that `Arena.tensor` has made, as long as the tensor's storage exists."""
+_numbers = itertools.count()
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_inherited: list[mmap.mmap] = []
+"""Mappings that the child of a fork under way gets."""
+_kept_in_child: list[mmap.mmap] = []
 
 
 def round_up(number: int, to: int = ALIGN_BYTES) -> int:
@@ -55,38 +64,99 @@ class Arena:
         self.pinned = pin and device.type != "cpu" and self.nbytes > 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._memory: Any = b""
-        self.flat = torch.empty(0, dtype=dtype, device="cpu")
+        self._owner = os.getpid()
+        self._flat = torch.empty(0, dtype=dtype, device="cpu")
         if self.nbytes:
             by_torch = self.pinned and device.type != "cuda"  # other accelerators: torch's own pinning
             self._memory = _pinned_by_torch(self.nbytes) if by_torch else map_exact(self.nbytes)
-            # For copies within the library. Tensors that users get come from `tensor()`.
-            self.flat = torch.frombuffer(self._memory, dtype=dtype, count=numel)
+            self._flat = torch.frombuffer(self._memory, dtype=dtype, count=numel)
             if not by_torch:
                 self._populate(device)
 
     def _populate(self, device: torch.device) -> None:
-        address = self.flat.data_ptr()
+        address = self._flat.data_ptr()
         _first_touch(self._memory, address, self.nbytes, cpus_near(device))
         if self.pinned:
-            _register(address, self.nbytes, device)
-            # Runs once: at close(), at garbage collection, or at interpreter exit.
-            self._finalizer = weakref.finalize(self, _unregister, address, device, os.getpid())
+            with deferred_interrupts():  # memory that is registered is unregistered before it is unmapped
+                _register(address, self.nbytes, device)
+                # Runs once: at close(), at garbage collection, or at interpreter exit.
+                self._finalizer = weakref.finalize(self, _unregister, address, device, os.getpid())
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """All elements, for copies within the library. Tensors that users get come from `tensor()`."""
+        check_owner(self._owner)
+        return self._flat
 
     def tensor(self, start: int, numel: int) -> torch.Tensor:
         """Elements `[start, start + numel)` without a copy, in a storage of exactly that size.
 
         A plain slice of the arena would make `torch.save` write the whole arena.
         """
+        check_owner(self._owner)
         if numel == 0:
             return torch.empty(0, dtype=self.dtype, device="cpu")
         offset = start * self.dtype.itemsize
-        return torch.frombuffer(self._memory, dtype=self.dtype, count=numel, offset=offset)
+        memory = memoryview(self._memory)
+        _handed_out[next(_numbers), weakref.ref(self)] = memory
+        return torch.frombuffer(memory, dtype=self.dtype, count=numel, offset=offset)
 
     def close(self) -> None:
         """Unregister. The caller has waited for the last copy; tensors from `tensor()` stay readable."""
         if self._finalizer is not None:
             self._finalizer()
         self.pinned = False
+
+
+# fork #
+
+
+def check_owner(owner: int) -> None:
+    """Raise in a forked child of the process `owner`: neither its host memory nor its threads are there."""
+    if os.getpid() != owner:
+        raise OffstageError(
+            f"Host memory of offstage belongs to process {owner}; found this process, {os.getpid()}, a forked child of "
+            "it, which has none of it. Take state_dict() before the fork, and clone its tensors if they are pinned; or "
+            "save in the parent, where offstage.async_save() goes on in the background."
+        )
+
+
+def _before_fork() -> None:
+    """A state dict that exists at a fork can be read in the child. All other state is not inherited.
+
+    Pinned memory is not either: copying it on write could leave the accelerator with the child's pages.
+    """
+    for (_, arena), memory in list(_handed_out.items()):
+        if isinstance(memory.obj, mmap.mmap) and not _is_pinned(arena()):
+            memory.obj.madvise(mmap.MADV_DOFORK)
+            _inherited.append(memory.obj)
+
+
+def _after_fork_in_parent() -> None:
+    while _inherited:
+        _inherited.pop().madvise(mmap.MADV_DONTFORK)
+
+
+def _after_fork_in_child() -> None:
+    # To drop one would unmap a range that this process may have used for something else since.
+    _kept_in_child.extend(_mapped)
+    _inherited.clear()
+    if any(_is_pinned(arena()) for _, arena in list(_handed_out)):
+        logger.warning(
+            "process %d was forked while tensors of pinned optimizer state existed; reading one of them here ends "
+            "the process. Clone them before the fork, or save in the parent",
+            os.getpid(),
+        )
+
+
+def _is_pinned(arena: Arena | None) -> bool:
+    return arena is not None and arena.pinned
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+# How much memory there is #
 
 
 def check_host_memory(
@@ -169,6 +239,7 @@ def map_exact(nbytes: int) -> mmap.mmap:
     # A forked child (a DataLoader worker) must not share these pages: after copy-on-write the accelerator would
     # access the old ones.
     mapping.madvise(mmap.MADV_DONTFORK)
+    _mapped.add(mapping)
     if nbytes >= _HUGE_PAGE:
         try:
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -191,18 +262,17 @@ def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection
             view[start : start + length : _PAGE] = bytes(-(-length // _PAGE))  # older kernels
 
     starts = range(0, nbytes, _TOUCH_BYTES)
-    threads = min(len(starts), len(cpus or os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(threads, initializer=_stay_on, initargs=(cpus,)) as pool:
-        # All threads exist before the first touch: starting one needs the lock that populating pages holds.
-        all_started = threading.Barrier(threads)
-        list(pool.map(lambda _: all_started.wait(), range(threads)))
-        list(pool.map(touch, starts))
-    view.release()
+    left = iter(starts)
 
+    def populate(_: int, crew: Crew[None]) -> None:
+        if cpus is not None and threading.current_thread() is not caller:
+            os.sched_setaffinity(0, cpus)  # 0: this thread
+        while not crew.stopped and (start := next(left, None)) is not None:
+            touch(start)
 
-def _stay_on(cpus: Collection[int] | None) -> None:
-    if cpus is not None:
-        os.sched_setaffinity(0, cpus)  # 0: this thread
+    # All threads exist before the first touch: starting one needs the lock that populating pages holds.
+    caller = threading.current_thread()
+    together(populate, min(len(starts), len(cpus or os.sched_getaffinity(0))))
 
 
 def _pinned_by_torch(nbytes: int) -> Any:

@@ -1,34 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections that Ctrl-C must not cut in two."""
+"""Sections that Ctrl-C must not cut in two, under the name that the rooms above import them by."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
-from collections.abc import Iterator
-from types import FrameType
+from offstage.memory.interrupts import deferred_interrupts
 
-
-@contextlib.contextmanager
-def deferred_interrupts() -> Iterator[None]:
-    """Deliver SIGINT after the block instead of inside it.
-
-    A step or a load that has begun is finished first, so that a program which catches `KeyboardInterrupt` and saves
-    never saves something between two steps. Python raises it in the main thread only; elsewhere there is nothing to do.
-    """
-    previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous is None:
-        yield  # a handler that Python did not install (None) raises nothing here either
-        return
-    caught: list[tuple[int, FrameType | None]] = []
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append((number, frame)))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-        if caught:
-            if callable(previous):
-                previous(*caught[0])
-            elif previous == signal.SIG_DFL:
-                raise KeyboardInterrupt
+__all__ = ["deferred_interrupts"]

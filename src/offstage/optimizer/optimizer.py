@@ -23,6 +23,7 @@ from offstage.config import WINDOWS, OffloadConfig, format_size
 from offstage.errors import ConfigError, OffstageError
 from offstage.optimizer import state_dict as state_dicts
 from offstage.optimizer.checks import check_no_duplicates, check_optimizer, check_param
+from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.places import Groups
 from offstage.optimizer.receipt import Receipt, make_receipt
 from offstage.optimizer.replanning import replanned_config
@@ -90,8 +91,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         runtime = Runtime(rule, shell, config, model, names, _groups_of(self), self.defaults)
         runtime.start(optimizer.state)
         self._runtime = runtime
-        runtime.take_over(optimizer.state)
-        _consume(optimizer, self)
+        with deferred_interrupts():  # an optimizer whose state was taken over is never left as if it still had it
+            runtime.take_over(optimizer.state)
+            _consume(optimizer, self)
         logger.info("%s: %s", type(optimizer).__name__, self.plan.summary())
 
     # The step

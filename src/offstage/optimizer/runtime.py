@@ -345,6 +345,8 @@ class Runtime:
 
     def check_not_lost(self) -> None:
         """Raise if weights and state are between two steps: training on, or saving, would spread that."""
+        for engine in self.engines:
+            engine.transport.check_process()
         for lost in (self._lost, *(engine.lost for engine in self.engines)):
             if lost is not None:
                 raise StepLostError(lost)

@@ -8,10 +8,8 @@ repetitions counts: other work on the machine can only make a pass slower.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -21,6 +19,7 @@ import torch
 from offstage.lanes.lanes import Lane, Lanes, on_device
 from offstage.lanes.link import link_for, use_lanes
 from offstage.memory.arena import Arena
+from offstage.memory.threads import Crew, together
 from offstage.planning.machine import UPDATE_BYTES_PER_PARAM
 from offstage.rules import adamw_host
 
@@ -217,11 +216,9 @@ def _per_second(threads: int, work: Sequence[Callable[[], Any]]) -> float:
 
     Every thread is timed on its own, so the slowest one does not lengthen the time of the others.
     """
-    all_started = threading.Barrier(threads, timeout=60.0)
 
-    def repeat(first: int) -> float:
-        all_started.wait()
-        calls = itertools.cycle(work[first::threads])
+    def repeat(first: int, crew: Crew[float]) -> float:
+        calls = itertools.cycle(work[first :: crew.count])
         done, seconds, start = 0, 0.0, time.perf_counter()
         while seconds < _WINDOW_SECONDS:
             next(calls)()
@@ -229,5 +226,4 @@ def _per_second(threads: int, work: Sequence[Callable[[], Any]]) -> float:
             seconds = time.perf_counter() - start
         return done / seconds
 
-    with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(repeat, range(threads)))
+    return sum(together(repeat, threads))

@@ -7,6 +7,8 @@ unsigned integers over sliced arrays: with signed ones LLVM does not vectorise t
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +18,64 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.caching import NullCache
 from numba.extending import intrinsic, overload
 
 from offstage.rules.denormals import run_flushing
 from offstage.rules.rule import Hyperparameters
 
+logger = logging.getLogger("offstage")
+
 _FACTOR = np.uint64(0x1E3779B97F4A7C15)
+
+
+class _DiskCache:
+    """numba's cache on disk, as long as it can be read and written: it saves seconds and must not cost a step."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def load_overload(self, *args: Any) -> Any:
+        return self._tried("load_overload", *args)
+
+    def save_overload(self, *args: Any) -> None:
+        self._tried("save_overload", *args)
+
+    def _tried(self, name: str, *args: Any) -> Any:
+        try:
+            return getattr(self._cache, name)(*args)
+        except Exception as error:  # a full disk, a folder that is gone, a file that is cut
+            self._cache = NullCache()
+            _log_no_cache(f"{type(error).__name__}: {error}")
+            return None
+
+
+@functools.cache
+def _log_no_cache(reason: str) -> None:
+    logger.warning(
+        "what numba compiles for updates on the host cannot be kept on disk (%s): every process compiles it again, "
+        "which takes a few seconds. Set NUMBA_CACHE_DIR to a folder that can be written",
+        reason,
+    )
+
+
+def _cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit`, kept on disk where that is possible."""
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        dispatcher = numba.njit(**options)(function)
+        try:
+            dispatcher.enable_caching()
+        except RuntimeError as error:  # neither beside the source nor under the user's home
+            _log_no_cache(str(error).partition(":")[2].strip())
+            return dispatcher
+        dispatcher._cache = _DiskCache(dispatcher._cache)
+        return dispatcher
+
+    return compiled
 
 
 @intrinsic
@@ -135,7 +189,7 @@ def _rounded_to_dtype(array, x):
     return lambda array, x: x
 
 
-@numba.njit(nogil=True, cache=True, error_model="numpy")
+@_cached(nogil=True, error_model="numpy")
 def _update(
     start, stop, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, expected, observed, fresh,
     coefficients, beta1, beta2, weight_decay, eps, maximize, decoupled,
@@ -213,7 +267,7 @@ def _pass(
     return foreign
 
 
-@numba.njit(nogil=True, cache=True)
+@_cached(nogil=True)
 def _fingerprint(weight, start):
     total = np.uint64(0)
     for i in range(np.uint64(weight.size)):
@@ -221,7 +275,7 @@ def _fingerprint(weight, start):
     return np.int64(total)
 
 
-@numba.njit(nogil=True, cache=True)
+@_cached(nogil=True)
 def _fingerprint_at(weight, places):
     total = np.uint64(0)
     for i in range(np.uint64(weight.size)):

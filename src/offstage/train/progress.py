@@ -14,7 +14,10 @@ from typing import Any, TextIO
 
 from offstage import OffstageError
 from offstage.config import format_size
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.train.metrics import Row
+
+logger = logging.getLogger("offstage")
 
 _EVERY_S = 15.0
 """How often a log without a terminal gets a line."""
@@ -122,24 +125,32 @@ class Rich(Progress):
         bar = [BarColumn(bar_width=16)] if console.width >= _WIDE else []  # the numbers need most of 80 columns
         columns = (*bar, MofNCompleteColumn(), TextColumn("{task.fields[cells]}"))
         self._bar = Bar(*columns, console=console, refresh_per_second=5)
+        self._redraws_itself = True
         self._task: Any = None
         self._left = TimeLeft()
 
     def begin(self, step: int, steps: int) -> None:
         self._left.begin(step, steps)
         self._task = self._bar.add_task("", total=steps, completed=step, cells="")
-        self._bar.start()
+        try:
+            with deferred_interrupts():  # half started, or half stopped, its thread would go on for ever
+                self._bar.start()
+        except RuntimeError as error:
+            self._redraws_itself = False
+            logger.warning("%s: the bar is redrawn after each step only. Raise the limit on processes", error)
 
     def show(self, row: Row) -> None:
         self._left.update(row)
         shown = [f"[dim]{name}[/] {value}" for name, value in cells(row) if name != "eval"]  # reported above the bar
-        self._bar.update(self._task, completed=row.step, cells="  ".join([*shown, self._left.text()]))
+        text = "  ".join([*shown, self._left.text()])
+        self._bar.update(self._task, completed=row.step, cells=text, refresh=not self._redraws_itself)
 
     def say(self, text: str, **values: Any) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
     def end(self) -> None:
-        self._bar.stop()
+        with deferred_interrupts():
+            self._bar.stop()
 
 
 class TimeLeft:

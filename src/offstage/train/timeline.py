@@ -28,6 +28,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from offstage.lanes.host_threads import Slice
 from offstage.lanes.lanes import Buffers, Lane, Lanes, Mark
 from offstage.memory.cpus import usable_cpus
+from offstage.memory.interrupts import deferred_interrupts
+from offstage.memory.threads import start_some
 
 Span = tuple[float, float, int]
 """Start and end in milliseconds since the iteration began, and the bytes carried."""
@@ -209,15 +211,16 @@ class CpuUse:
     def __init__(self) -> None:
         self._seen: list[tuple[float, float]] = []
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         self._began = 0.0
 
     def start(self, began: float) -> None:
         """`began`: when the iteration did, by `time.perf_counter`."""
         self._began = began
         self._look()
-        self._thread = threading.Thread(target=self._run, name="offstage-observer", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name="offstage-observer", daemon=True)
+        with deferred_interrupts():
+            self._threads = start_some([thread], 1)  # without it there are two samples: the beginning and the end
 
     def _run(self) -> None:
         every = _CPU_EVERY_S
@@ -234,9 +237,12 @@ class CpuUse:
 
     def stop(self) -> None:
         """End sampling."""
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        with (
+            deferred_interrupts()
+        ):  # Ctrl-C within set() or join() leaves locks in a state in which others wait for ever
+            self._over.set()
+            for thread in self._threads:
+                thread.join()
         self._look()
 
     def used(self) -> dict[str, Any]:

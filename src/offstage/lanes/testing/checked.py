@@ -10,7 +10,7 @@ Work runs as it always does; what is checked is the order that marks give, whate
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,9 @@ class CheckedLanes(Lanes):
 
     def has_promised(self) -> bool:
         return self._inner.has_promised()
+
+    def after_promises(self, act: Callable[[], None]) -> None:
+        self._inner.after_promises(act)
 
     def check(self) -> None:
         self._inner.check()
