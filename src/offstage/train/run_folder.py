@@ -28,7 +28,7 @@ class RunFolder:
     """The files of one run. Only the first rank writes them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a later chdir changes nothing
         self.config = self.path / "config.toml"
         self.run = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
