@@ -7,6 +7,7 @@ holds the size and checksum of every other file of the checkpoint, and a checksu
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -155,7 +156,12 @@ def write_manifest(folder: Path, files: Mapping[str, FileSum], *, about: Mapping
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(folder / MANIFEST)
-    sync_folder(folder)
+    try:
+        sync_folder(folder)
+    except OSError:
+        with contextlib.suppress(OSError):
+            (folder / MANIFEST).unlink()  # what is reported as failed must not be found complete
+        raise
 
 
 def _own_sum(content: Mapping[str, Any]) -> int:
