@@ -240,10 +240,10 @@ def test_what_is_saved_last_counts_even_if_the_clock_is_set_back(tmp_path, monke
     train(tmp_path, **every(2, 0))
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now - 10**15)
-    assert train(tmp_path, **every(4, 1, keep_checkpoints=1)).checkpoint.name == "step-00000004"
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
-    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4]
-    assert train(tmp_path, **every(5, 0)).step == 5
+    assert train(tmp_path, **every(4, 1, keep_checkpoints=3)).checkpoint.name == "step-00000004"
+    assert train(tmp_path, **every(5, 0, keep_checkpoints=1)).checkpoint.name == "step-00000005"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def test_a_program_that_changes_folders_while_it_trains(tmp_path, monkeypatch):
