@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from offstage.errors import CheckpointError
 from offstage.memory.cpus import ranks_on_this_host, usable_cpus
@@ -64,9 +65,13 @@ def lost_ranks(error: RuntimeError) -> CheckpointError:
 
 
 def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long the group's collectives wait: those of host tensors, if it has both kinds."""
+    """How long the group's collectives wait: those of host tensors, if it has both kinds.
+
+    torch's default for a group whose backend knows no timeout.
+    """
     kinds = sorted(group._device_types, key=lambda kind: kind.type != "cpu")
-    found: datetime.timedelta = group._get_backend(kinds[0]).options._timeout
+    options = getattr(group._get_backend(kinds[0]), "options", None)
+    found: datetime.timedelta = options._timeout if options is not None else default_pg_timeout
     return found
 
 

@@ -72,7 +72,7 @@ class RunFolder:
         """What `write_json` wrote; empty if the file is missing or damaged."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 
