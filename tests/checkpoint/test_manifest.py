@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import os
+import re
 import time
 import zlib
 from pathlib import Path
@@ -206,7 +207,7 @@ def test_other_versions_and_files_outside_are_refused(tmp_path):
     refused(lambda: read_manifest(folder), MANIFEST, "expected version 1", "found version 2", "offstage that saved it")
     for name in ("../x", "/etc/passwd", "a/../../x"):
         folder = rewrite(make(tmp_path / "a"), files={name: {"bytes": 0, "crc32": 0}})
-        refused(lambda: read_manifest(folder), MANIFEST, name, "outside")  # noqa: B023
+        refused(lambda: read_manifest(folder), MANIFEST, name, "no file of a checkpoint")  # noqa: B023
     folder = rewrite(make(tmp_path / "a"), files={"x": 3})
     refused(lambda: read_manifest(folder), MANIFEST, "damaged")
 
@@ -218,7 +219,7 @@ def test_another_layout_of_the_same_content_is_fine(tmp_path):
 
 
 def test_all_bad_files_are_named_up_to_five(tmp_path):
-    files = {f"__{number}_0.distcp": b"x" * 10 for number in range(8)}
+    files = {f"__{number}_0.distcp": b"x" * 10 for number in range(7)} | {".metadata": b"x" * 10}
     folder = make(tmp_path / "a", files)
     (folder / "__0_0.distcp").unlink()
     (folder / "__3_0.distcp").write_bytes(b"x" * 9)
@@ -282,3 +283,144 @@ def test_latest_is_the_newest_complete_one(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "offstage"):
         assert latest(tmp_path) == tmp_path / "step-4"
     assert str(damaged) in caplog.text
+
+
+def test_the_order_is_that_of_the_saves_even_if_the_clock_is_set_back(tmp_path, monkeypatch):
+    make(tmp_path / "first")
+    hour = 3600 * 10**9
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now - hour)
+    for name in ("second", "next"):  # neither the clock nor the names
+        make(tmp_path / name)
+        assert latest(tmp_path) == tmp_path / name
+    assert manifest.complete_in(tmp_path) == [tmp_path / name for name in ("first", "second", "next")]
+
+
+def test_a_clock_that_stands_at_the_end_of_time(tmp_path):
+    rewrite(make(tmp_path / "a"), saved_at=2**63 - 1)
+    make(tmp_path / "b")
+    assert latest(tmp_path) == tmp_path / "b"
+
+
+def test_a_relative_root_and_a_later_chdir(tmp_path, monkeypatch):
+    folder = make(tmp_path / "root" / "a")
+    monkeypatch.chdir(tmp_path)
+    found = latest("root")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert found == folder
+    verify(found)
+
+
+# From others #
+
+ENTRY = {"bytes": 3, "crc32": 0}
+LISTED = {".metadata": ENTRY}
+ODD = {
+    "no files": {"files": {}},
+    "only data files": {"files": {"__0_0.distcp": ENTRY}},
+    "a list of files": {"files": [".metadata"]},
+    "null": {"files": None},
+    "another name": {"files": LISTED | {"notes.txt": ENTRY}},
+    "the manifest itself": {"files": LISTED | {MANIFEST: ENTRY}},
+    "a folder below": {"files": LISTED | {"a/__0_0.distcp": ENTRY}},
+    "an entry without a checksum": {"files": {".metadata": {"bytes": 3}}},
+    "an entry with more": {"files": {".metadata": ENTRY | {"more": 1}}},
+    "a negative size": {"files": {".metadata": ENTRY | {"bytes": -1}}},
+    "a size that is true": {"files": {".metadata": ENTRY | {"bytes": True}}},
+    "half a byte": {"files": {".metadata": ENTRY | {"bytes": 0.5}}},
+    "a checksum of 33 bits": {"files": {".metadata": ENTRY | {"crc32": 2**32}}},
+    "a time that is text": {"saved_at": "now"},
+    "a time before 1970": {"saved_at": -1},
+    "a time after all": {"saved_at": 10**300},
+    "about nothing": {"about": None},
+    "a version that is text": {"version": "1"},
+    "a version that is true": {"version": True},
+    "one more field": {"more": 1},
+}
+MISSING = ["format", "version", "saved_at", "about", "files", "crc32"]
+
+
+def odd(folder, how) -> Path:
+    if how in ODD:
+        return rewrite(make(folder), **ODD[how])
+    path = make(folder) / MANIFEST
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key != how}
+    if how != "crc32":
+        content["crc32"] = manifest._own_sum({key: value for key, value in content.items() if key != "crc32"})
+    path.write_text(json.dumps(content))
+    return folder
+
+
+def put_there(path, what):
+    """Something that is no manifest at all, under its name."""
+    if what == "a pipe":
+        os.mkfifo(path)
+    elif what == "a device":
+        path.symlink_to("/dev/zero")
+    elif what == "a folder":
+        path.mkdir()
+    elif what == "a link in a circle":
+        path.symlink_to(path.name)
+    elif what == "a link to nothing":
+        path.symlink_to("nothing")
+    elif what == "a huge file":
+        path.touch()
+        os.truncate(path, 2**40)
+    else:
+        path.write_bytes({"nothing": b"", "zeros": bytes(1000), "text": b"{" * 10_000, "digits": b"9" * 5000}[what])
+
+
+THINGS = ["a pipe", "a device", "a folder", "a link in a circle", "a link to nothing", "a huge file"]
+THINGS += ["nothing", "zeros", "text", "digits"]
+
+
+@pytest.mark.parametrize("how", [*ODD, *MISSING, *THINGS])
+def test_one_odd_folder_is_passed_over_and_named(how, tmp_path, caplog):
+    """It is newer than the sound one, and neither hides it nor hangs nor takes much memory."""
+    sound = make(tmp_path / "sound")
+    folder = tmp_path / "odd"
+    if how in THINGS:
+        (make(folder) / MANIFEST).unlink()
+        put_there(folder / MANIFEST, how)
+    else:
+        odd(folder, how)
+    with caplog.at_level(logging.WARNING, "offstage"):
+        assert latest(tmp_path) == sound
+    assert re.search(f"passed over a checkpoint: {re.escape(str(folder / MANIFEST))}: expected", caplog.text)
+    assert not is_complete(folder)
+    message = str(refused(lambda: verify(folder), str(folder / MANIFEST)))
+    assert len(message) < 1000
+    make(tmp_path / "next")
+    assert latest(tmp_path) == tmp_path / "next"
+
+
+@pytest.mark.parametrize("what", ["a pipe", "a device", "a folder", "a link in a circle"])
+def test_a_file_of_the_checkpoint_that_is_no_file(what, tmp_path):
+    folder = make(tmp_path / "a")
+    (folder / "__1_0.distcp").unlink()
+    put_there(folder / "__1_0.distcp", what)
+    for checksums in (True, False):
+        refused(
+            lambda checksums=checksums: verify(folder, checksums=checksums), "__1_0.distcp: expected 0 bytes; found"
+        )
+
+
+def test_what_is_no_path_is_refused(tmp_path, monkeypatch):
+    for folder in (3, b"bytes", "null\0byte"):
+        refused(lambda folder=folder: verify(folder), "Expected the path of a folder", repr(folder))
+        refused(lambda folder=folder: latest(folder), "Expected the path of a folder", repr(folder))
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    refused(lambda: latest("checkpoints"), "Expected the path of a folder", "'checkpoints'")
+
+
+def test_a_root_that_cannot_be_listed(tmp_path, monkeypatch):
+    def listdir(path):
+        raise PermissionError(13, "Permission denied")
+
+    make(tmp_path / "a")
+    monkeypatch.setattr(os, "listdir", listdir)
+    refused(lambda: latest(tmp_path), str(tmp_path), "Permission denied", "who may read it")

@@ -54,13 +54,12 @@ STARTS = {
 WAITS = {"acquire", "communicate", "get", "join", "result", "wait", "wait_for"}
 
 PLACES = {
-    "checkpoint/loading.py:_Load._run": "load",
-    "checkpoint/manifest.py:verify": "verify",
+    "checkpoint/saving.py:AsyncSave._start": "save in the background",
     "checkpoint/saving.py:AsyncSave.result": "save in the background",
     "checkpoint/saving.py:AsyncSave.wait": "save in the background",
     "checkpoint/saving.py:_write_alone": "save",
     "checkpoint/saving.py:async_save": "save in the background",
-    "checkpoint/writer.py:Writer.write_data": "save",
+    "checkpoint/threads.py:in_threads": "save",
     "cli/main.py:_ask": "bench",
     "engine/snapshot.py:Snapshot._read": "save in the background",
     "engine/snapshot.py:Snapshot.wait": "save in the background",

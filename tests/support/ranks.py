@@ -69,6 +69,7 @@ class _Task:
     work: bytes
     """The function and its arguments."""
     timeout: float
+    grace: float
 
 
 @dataclass(frozen=True)
@@ -89,16 +90,24 @@ class Ranks:
         self._pipe: Connection | None = None
 
     def run(
-        self, num_ranks: int, function: Callable[..., Result], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self,
+        num_ranks: int,
+        function: Callable[..., Result],
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = _GRACE_S,
+        **kwargs: Any,
     ) -> list[Result]:
         """What `function(*args, **kwargs)` returned on each of `num_ranks` ranks, in their order.
+
+        After the first failure the other ranks have `grace` seconds to end too.
 
         The function is one that can be imported; arguments and results are pickled. On the ranks the default process
         group is gloo's, of `num_ranks` processes, and the environment is as under torchrun.
         """
         __tracebackhide__ = True
         try:
-            outcomes = self._ask(_Task(num_ranks, pickle.dumps((function, args, kwargs)), timeout))
+            outcomes = self._ask(_Task(num_ranks, pickle.dumps((function, args, kwargs)), timeout, grace))
         except BaseException:  # Ctrl-C too: what is in the pipe is not known
             self.close()
             raise
@@ -203,7 +212,7 @@ def _run(task: _Task, caller: Connection) -> list[_Outcome]:
         try:
             for rank in range(task.num_ranks):
                 processes.append(_fork(rank, task, work, door, Path(name)))
-            return _watch(processes, task.timeout, caller)
+            return _watch(processes, task.timeout, task.grace, caller)
         finally:
             for process in processes:
                 process.end()
@@ -253,7 +262,7 @@ class _Process:
         return "\n".join([*([f"said: {said[-4000:]}"] if said else []), stack])
 
 
-def _watch(processes: list[_Process], timeout: float, caller: Connection) -> list[_Outcome]:
+def _watch(processes: list[_Process], timeout: float, grace: float, caller: Connection) -> list[_Outcome]:
     """Until all are done, or shortly after the first is not going to be."""
     deadline = time.monotonic() + timeout
     failed = False
@@ -266,7 +275,7 @@ def _watch(processes: list[_Process], timeout: float, caller: Connection) -> lis
         for pipe in ready:
             waiting[pipe].collect()  # type: ignore[index]
         if not failed and any(process.outcome is not None and process.outcome.kind != "done" for process in processes):
-            failed, deadline = True, min(deadline, time.monotonic() + _GRACE_S)
+            failed, deadline = True, min(deadline, time.monotonic() + grace)
     for process in waiting.values():
         process.dump()
     if waiting:

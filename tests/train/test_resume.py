@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that was stopped goes on, and ends with the bits of one that was not: kill -9, signals, other plans, ranks."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -15,11 +16,16 @@ import pytest
 import torch
 
 from offstage import checkpoint
-from offstage.errors import ConfigError
+from offstage.errors import CheckpointError, ConfigError
+from offstage.train import loop
+from offstage.train.config import build
+from offstage.train.parallel import started
+from offstage.train.progress import progress_for
 from tests.support.ranks import RankError
 from tests.support.trainer import (
     PLANS,
     differences,
+    files_of,
     losses_of,
     rows_of,
     tensors_of,
@@ -209,6 +215,67 @@ def test_what_an_interrupted_save_left_goes_too(tmp_path):
     train(tmp_path, **every(3, 0))
     assert not left.exists()
     assert (strange / "mine.txt").exists()
+
+
+def test_the_checkpoint_of_another_run_is_not_removed_through_a_link(tmp_path):
+    """A run may go on from what a link leads to; it removes neither that nor the link."""
+    other = train(tmp_path / "other", **every(2, 0)).checkpoint
+    before = files_of(other)
+    root = tmp_path / "run" / "checkpoints"
+    root.mkdir(parents=True)
+    (root / other.name).symlink_to(other)
+    left = tmp_path / "left"
+    left.mkdir()
+    (left / ".offstage").touch()
+    (root / "step-00000001").symlink_to(left)
+    result = train(tmp_path / "run", **every(6, 1, keep_checkpoints=1))
+    assert result.step == 6
+    assert sorted(path.name for path in root.iterdir()) == ["step-00000001", other.name, "step-00000006"]
+    assert files_of(other) == before
+    assert (left / ".offstage").exists()
+
+
+def test_what_is_saved_last_counts_even_if_the_clock_is_set_back(tmp_path, monkeypatch):
+    """For resuming, and for what is removed."""
+    train(tmp_path, **every(2, 0))
+    now = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: now - 10**15)
+    assert train(tmp_path, **every(4, 1, keep_checkpoints=3)).checkpoint.name == "step-00000004"
+    assert train(tmp_path, **every(5, 0, keep_checkpoints=1)).checkpoint.name == "step-00000005"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    assert [row["step"] for row in rows_of(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+def test_a_program_that_changes_folders_while_it_trains(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    end = loop.Meter.end
+
+    def move(self, step, *args, **kwargs):
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        return end(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(loop.Meter, "end", move)
+    result = train("run", **every(4, 1))
+    assert result.checkpoint == tmp_path / "run" / "checkpoints" / "step-00000004"
+    checkpoint.verify(result.checkpoint)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_checkpoint_of_another_program_in_the_folder_of_a_run(tmp_path):
+    train(tmp_path, **every(1, 0))
+    config = build(values_of(tmp_path))
+    with contextlib.ExitStack() as until_saved:
+        parallel = until_saved.enter_context(started(config.parallel, torch.device("cpu")))
+        training = loop.Training(config, parallel, loop.RunFolder(tmp_path), progress_for("quiet", first=True))
+        until_saved.callback(training.close)
+        checkpoint.save(
+            tmp_path / "checkpoints" / "mine", training.passes.model, training.optimizer, extra={"epoch": 3}
+        )
+    with pytest.raises(
+        CheckpointError, match=r"mine: expected a checkpoint of `offstage train`; found one without 'data'"
+    ):
+        train(tmp_path, **every(3, 0))
 
 
 def test_a_finished_run_is_not_made_again(tmp_path):

@@ -13,7 +13,6 @@ import logging
 import os
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +39,14 @@ from offstage.checkpoint.catalogue import (
 )
 from offstage.checkpoint.extra_state import saved_extra_state
 from offstage.checkpoint.fused import Splitter, by_metadata
-from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, checked_folder, read_manifest, verify
+from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, check_listed, checked_folder, read_manifest, verify
 from offstage.checkpoint.parts import Box, Part
 from offstage.checkpoint.ranks import Ranks, file_threads
 from offstage.checkpoint.stored import Stored
+from offstage.checkpoint.threads import in_threads
 from offstage.engine import named_state
 from offstage.errors import CheckpointError, ConfigError
-from offstage.optimizer.interrupts import deferred_interrupts
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.optimizer.state_dict import completed_options, replace_groups
 from offstage.rules import master_weights
@@ -92,12 +92,14 @@ def _load(
     with ranks.failing_together("Verifying the checkpoint"):
         path = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)
-        _verify(path, ranks, checksums)
+        is_verified = _verify(path, ranks, checksums)
         content = zlib.crc32(_summary(path).read_bytes())
     _check_one_checkpoint(ranks.gather((str(path), content)))
     stored = None
     with ranks.failing_together("Comparing the checkpoint with the model"):
         stored = Stored(path)
+        if is_verified:
+            check_listed(path, stored.files)
         if offloaded is not None:
             runtime_of(offloaded).iteration.give_up("A checkpoint was loaded between backward and step().")
         job = _Load(stored, model, offloaded, splitter)
@@ -134,15 +136,19 @@ def _check_one_checkpoint(found: Sequence[tuple[str, int]]) -> None:
             )
 
 
-def _verify(folder: Path, ranks: Ranks, checksums: bool) -> None:
-    """Check sizes on every rank, which may have another disk, and each file's content on one rank."""
+def _verify(folder: Path, ranks: Ranks, checksums: bool) -> bool:
+    """Check sizes on every rank, which may have another disk, and each file's content on one rank.
+
+    `False` if there is nothing to check them against: stock torch wrote the folder.
+    """
     if (folder / METADATA).exists() and not any((folder / name).exists() for name in (MANIFEST, MARKER)):
         logger.warning("%s has no manifest: torch.distributed.checkpoint wrote it, and nothing can be verified", folder)
-        return
+        return False
     verify(folder, checksums=False)
     if checksums:
         names = sorted(read_manifest(folder).files)
         verify(folder, names[ranks.rank :: ranks.size], threads=file_threads())
+    return True
 
 
 class _Load:
@@ -356,13 +362,13 @@ class _Load:
     def _run(self) -> None:
         runtime = None if self._optimizer is None else runtime_of(self._optimizer)
         synchronize_devices(self._model)
-        with ThreadPoolExecutor(file_threads()) as pool:
-            list(pool.map(self._load_tensor, self._tensors))
-            self._load_objects()
-            if runtime is not None:
-                group_of = runtime.group_of()
-                list(pool.map(lambda held: self._load_state(held, group_of[held.param]), runtime.all_states()))
-                runtime.forget_lost_step()
+        in_threads(self._load_tensor, self._tensors, file_threads())
+        self._load_objects()
+        if runtime is not None:
+            group_of = runtime.group_of()
+            states = runtime.all_states()
+            in_threads(lambda held: self._load_state(held, group_of[held.param]), states, file_threads())
+            runtime.forget_lost_step()
         synchronize_devices(self._model)
 
     def _load_objects(self) -> None:

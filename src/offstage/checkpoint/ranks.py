@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from offstage.errors import CheckpointError
 from offstage.memory.cpus import ranks_on_this_host, usable_cpus
@@ -29,7 +31,10 @@ class Ranks:
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise lost_ranks(error) from error
         return values
 
     @contextlib.contextmanager
@@ -48,6 +53,39 @@ class Ranks:
             rank, text = next(iter(failed.items()))
             others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
             raise CheckpointError(f"{what} failed on rank {rank}{others}, so on all: {text}")
+
+
+def lost_ranks(error: RuntimeError) -> CheckpointError:
+    """What to raise if a collective raised `error`."""
+    return CheckpointError(
+        "Expected an answer of all ranks; found that one has ended, or is later than the timeout of the process group "
+        f"({type(error).__name__}: {error}). Complete checkpoints are as they were. Start all ranks again; if one is "
+        "slow, raise the timeout of init_process_group()."
+    )
+
+
+def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long the group's collectives wait: those of host tensors, if it has both kinds.
+
+    torch's default for a group whose backend knows no timeout.
+    """
+    kinds = sorted(group._device_types, key=lambda kind: kind.type != "cpu")
+    options = getattr(group._get_backend(kinds[0]), "options", None)
+    found: datetime.timedelta = options._timeout if options is not None else default_pg_timeout
+    return found
+
+
+def host_group() -> dist.ProcessGroup:
+    """One more group of all ranks, for host tensors, with the timeout of the default group. Every rank calls it.
+
+    torch would take its own default, of half an hour, and ranks would wait that long for one that was killed.
+    """
+    assert dist.group.WORLD is not None
+    try:
+        made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout_of(dist.group.WORLD))
+    except RuntimeError as error:
+        raise lost_ranks(error) from error
+    return made
 
 
 def file_threads() -> int:

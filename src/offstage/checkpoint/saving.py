@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import threading
 import time
 import traceback
@@ -35,9 +34,9 @@ from offstage.checkpoint.catalogue import (
     synchronize_devices,
     turn_of,
 )
+from offstage.checkpoint.claim import FolderClaim, file_errors
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import (
-    MANIFEST,
     MARKER,
     METADATA,
     FileSum,
@@ -47,19 +46,17 @@ from offstage.checkpoint.manifest import (
     sync_folder,
     write_manifest,
 )
-from offstage.checkpoint.ranks import Ranks, file_threads
+from offstage.checkpoint.ranks import Ranks, file_threads, host_group, lost_ranks
 from offstage.checkpoint.writer import Planner, Writer
 from offstage.config import format_size
 from offstage.engine.snapshot import Snapshot
-from offstage.errors import CheckpointError, HostMemoryError
+from offstage.errors import CheckpointError, HostMemoryError, OffstageError
 from offstage.memory.arena import check_host_memory
 from offstage.memory.claims import Claim
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 
 logger = logging.getLogger("offstage")
-_DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp|\.manifest\.json\.tmp")
-_locked = threading.Lock()
-_under_way: set[Path] = set()
 _last: AsyncSave | None = None
 _background: weakref.WeakKeyDictionary[Any, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 """Default process group → a second group of the same ranks, for saves that run beside training's collectives."""
@@ -87,9 +84,8 @@ def save(
             offloaded = _drained(optimizer)
             catalogue = catalogue_of(model, offloaded, extra or {}, splitter, Staging())
             synchronize_devices(model)
-            until_written.enter_context(_alone_in(path))
-            _prepare(path, ranks)
-        _write(path, catalogue, ranks)
+            claim = until_written.enter_context(FolderClaim(path, first=ranks.rank == 0))
+        _write(path, catalogue, ranks, claim)
 
 
 class AsyncSave:
@@ -102,9 +98,10 @@ class AsyncSave:
         self._snapshots: dict[int, Snapshot] = {}
         self._staging: SnapshotStaging | None = None
         self._catalogue: Catalogue | None = None
+        self._claim: FolderClaim | None = None
+        self._room = Claim(0)
         self._until_over = contextlib.ExitStack()
         self._extra_bytes = 0
-        self._claim = Claim(0)
 
     @property
     def extra_bytes(self) -> int:
@@ -141,21 +138,29 @@ class AsyncSave:
         offloaded = _drained(optimizer)
         count = CountingStaging()
         catalogue_of(model, offloaded, extra, splitter, count)
-        self._claim = _check_host_memory(offloaded, sum(count.needed.values()))
+        self._room = _check_host_memory(offloaded, sum(count.needed.values()))
         if offloaded is not None:
             self._snapshots = runtime_of(offloaded).take_snapshots()
         pin = offloaded is None or offloaded.config.pin_memory
         self._staging = SnapshotStaging(self._snapshots, count.needed, pin=pin)
         self._catalogue = catalogue_of(model, offloaded, extra, splitter, self._staging)
         self._staging.settle()
-        self._until_over.enter_context(_alone_in(self.folder))
-        _prepare(self.folder, ranks)
+        self._claim = self._until_over.enter_context(FolderClaim(self.folder, first=ranks.rank == 0))
+
+    def _start(self, ranks: Ranks) -> None:
+        """Start the thread that writes. Other ranks have begun: without a thread, the caller's writes."""
+        try:
+            threading.Thread(target=self._run, args=(ranks,), name="offstage-save", daemon=False).start()
+        except RuntimeError as error:
+            logger.warning("%s: training waits for this save: %s", self.folder, error)
+            self._run(ranks)
 
     def _run(self, ranks: Ranks) -> None:
         assert self._catalogue is not None
+        assert self._claim is not None
         try:
             with _while_grouped(self.folder, ranks):
-                _write(self.folder, self._catalogue, ranks)
+                _write(self.folder, self._catalogue, ranks, self._claim)
         except BaseException as error:
             logger.error("the save to %s failed:\n%s", self.folder, "".join(traceback.format_exception(error)))
             _forget_frames(error)
@@ -174,7 +179,7 @@ class AsyncSave:
             self._staging.close()
         self._snapshots, self._staging, self._catalogue = {}, None, None
         self._until_over.close()
-        self._claim.release()
+        self._room.release()
         self._over.set()
 
 
@@ -200,11 +205,12 @@ def async_save(
     try:
         with turn_of(optimizer), ranks.failing_together("Preparing the checkpoint"):
             started._prepare(folder, model, optimizer, extra or {}, splitter, ranks)
-        _last = started
-        threading.Thread(target=started._run, args=(ranks,), name="offstage-save", daemon=False).start()
     except BaseException:
         started._end()
         raise
+    with deferred_interrupts():  # a thread whose start was interrupted may run or not
+        _last = started
+        started._start(ranks)
     return started
 
 
@@ -258,9 +264,7 @@ def _background_group() -> dist.ProcessGroup | None:
         return None
     default = dist.group.WORLD
     if default not in _background:
-        made = dist.new_group(backend="gloo")
-        assert made is not None
-        _background[default] = made
+        _background[default] = host_group()
     return _background[default]
 
 
@@ -273,66 +277,7 @@ def _drained(optimizer: torch.optim.Optimizer | None) -> OffloadedOptimizer | No
     return offloaded
 
 
-def _prepare(folder: Path, ranks: Ranks) -> None:
-    """Make an empty folder. Files of an interrupted save are removed; any other file raises."""
-    if ranks.rank != 0:
-        return
-    with _named(folder):
-        if folder.exists() and any(folder.iterdir()):
-            _check_interrupted(folder)
-            # The marker last: a process killed here leaves a folder that still counts as an interrupted save.
-            for path in sorted(folder.iterdir(), key=lambda path: (path.name == MARKER, path.name != METADATA)):
-                path.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER).touch()
-
-
-def _check_interrupted(folder: Path) -> None:
-    """Raise unless everything in `folder` was left by an interrupted save."""
-    names = {path.name for path in folder.iterdir()}
-    if MANIFEST in names or (METADATA in names and MARKER not in names):
-        raise CheckpointError(
-            f"{folder} holds a checkpoint; expected an empty or new folder. Choose another name, or remove it."
-        )
-    strange = sorted(name for name in names if name not in (METADATA, MARKER) and not _DATA.fullmatch(name))
-    if strange or MARKER not in names:
-        raise CheckpointError(
-            f"{folder} holds {(strange or sorted(names))[0]!r}, which is not of an interrupted save; expected an empty "
-            "or new folder. Choose another name."
-        )
-
-
-@contextlib.contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    """Add the folder and the remedy to errors of the file system."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: the checkpoint could not be written: {error}. The folder is incomplete and will not be loaded; "
-            "checkpoints saved before are as they were. Mend the cause and save again."
-        ) from error
-
-
-@contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Raise if another save of this process is writing to `folder`."""
-    path = folder.absolute()
-    with _locked:
-        if path in _under_way:
-            raise CheckpointError(
-                f"A save to {folder} is under way; expected one at a time. Choose another name, or wait for it: "
-                "result() of what async_save() returned."
-            )
-        _under_way.add(path)
-    try:
-        yield
-    finally:
-        with _locked:
-            _under_way.discard(path)
-
-
-def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
+def _write(folder: Path, catalogue: Catalogue, ranks: Ranks, claim: FolderClaim) -> None:
     started = time.time()
     writer, planner = Writer(folder, file_threads()), Planner(catalogue, ranks.size)
     try:
@@ -340,6 +285,10 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
             _write_alone(writer, planner)
         else:
             dcp_save({}, storage_writer=writer, planner=planner, process_group=ranks.group)
+    except RuntimeError as error:  # of a collective
+        if isinstance(error, OffstageError):
+            raise
+        raise lost_ranks(error) from error
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         if any(isinstance(failure, KeyboardInterrupt) for failure, _ in error.failures.values()):
@@ -350,7 +299,7 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
             "again."
         ) from cause
     sums = ranks.gather(writer.sums)
-    with ranks.failing_together("Completing the checkpoint"), _named(folder):
+    with ranks.failing_together("Completing the checkpoint"), file_errors(folder):
         if ranks.rank == 0:
             files = {name: one for each in sums for name, one in each.items()}
             for name in (METADATA, MARKER):  # torch does not synchronise the first
@@ -359,6 +308,7 @@ def _write(folder: Path, catalogue: Catalogue, ranks: Ranks) -> None:
             files |= {name: sum_of(folder / name) for name in (METADATA, MARKER)}
             _check_shared(folder, files)
             about = {"ranks": ranks.size, "torch": torch.__version__, "seconds": round(time.time() - started, 3)}
+            claim.check()
             write_manifest(folder, files, about=about)
 
 

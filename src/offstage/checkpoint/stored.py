@@ -90,6 +90,12 @@ class Stored:
         self.tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = tensors
         """Name → global shape and dtype."""
 
+    @property
+    def files(self) -> frozenset[str]:
+        """The files that hold tensors or objects."""
+        boxes = (chunk.item for chunks in self._chunks.values() for chunk in chunks)
+        return frozenset(item.file for item in (*boxes, *self._objects.values()))
+
     def __enter__(self) -> Stored:
         return self
 

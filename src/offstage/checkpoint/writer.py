@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-import threading
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -41,6 +40,7 @@ from offstage.checkpoint.catalogue import ABSENT_SHARDS, GROUPS, OPTIM, SHARD_SC
 from offstage.checkpoint.manifest import FileSum, sync_folder
 from offstage.checkpoint.parts import Box, whole
 from offstage.checkpoint.readers import TensorReader
+from offstage.checkpoint.threads import in_threads
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import CheckpointError
 
@@ -216,35 +216,15 @@ class Writer(FileSystemWriter):
         _announce(planner, plan.items)
         files = _bins(plan.items, self._threads)
         names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(len(files))]
-        results: dict[str, list[WriteResult]] = {}
-        errors: list[BaseException] = []
-
-        def write(name: str, items: Sequence[WriteItem]) -> None:
-            try:
-                results[name] = self._write_file(name, items, planner)
-            except BaseException as error:
-                errors.append(error)
-
-        # Not a pool of concurrent.futures, which takes no work while the interpreter shuts down.
-        threads = [threading.Thread(target=write, args=one) for one in zip(names, files, strict=True)]
-        try:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        except BaseException:  # Ctrl-C: no thread may still write after the caller has been told that the save ended
-            self._stop = True
-            for thread in threads:
-                thread.join()
-            raise
-        if errors:
-            first = errors[0]
-            errors.clear()  # their tracebacks keep the state alive
-            raise first
+        named = list(zip(names, files, strict=True))
+        written = in_threads(lambda one: self._write_file(*one, planner), named, self._threads, stop=self._give_up)
         sync_folder(self._folder)
         future: Future[list[WriteResult]] = Future()
-        future.set_result([result for name in names for result in results[name]])
+        future.set_result([result for results in written for result in results])
         return future
+
+    def _give_up(self) -> None:
+        self._stop = True
 
     def _write_file(self, name: str, items: Sequence[WriteItem], planner: Planner) -> list[WriteResult]:
         results: list[WriteResult] = []

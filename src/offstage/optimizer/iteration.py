@@ -22,8 +22,8 @@ from offstage.activations.hooks import after_backward, running_backward
 from offstage.config import Placement
 from offstage.engine.engine import Engine
 from offstage.errors import StepLostError
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.checks import check_grad
-from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.speculation import Norm
 from offstage.optimizer.places import Groups, Places

@@ -21,9 +21,9 @@ import torch
 from offstage.activations.host_weights import is_host_weight
 from offstage.config import WINDOWS, OffloadConfig, format_size
 from offstage.errors import ConfigError, OffstageError
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer import state_dict as state_dicts
 from offstage.optimizer.checks import check_no_duplicates, check_optimizer, check_param
-from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.places import Groups
 from offstage.optimizer.receipt import Receipt, make_receipt
 from offstage.optimizer.replanning import replanned_config

@@ -25,8 +25,8 @@ from offstage.engine.engine import Engine
 from offstage.engine.snapshot import Snapshot
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.lanes.lanes import ImmediateLanes
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.checks import check_no_duplicates
-from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.iteration import End, Iteration, lost_by
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.overlap import Overlap

@@ -17,8 +17,8 @@ import torch
 
 from offstage.engine import named_state
 from offstage.errors import ConfigError
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.checks import check_saved_options
-from offstage.optimizer.interrupts import deferred_interrupts
 from offstage.optimizer.runtime import Runtime
 from offstage.tensors import is_divided
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Checkpoints`: the checkpoint folders of a run, of which the newest are kept.
 
-An old one is removed only after a newer one is complete.
+An old one is removed only after a newer one is complete: the newest is the one that was saved last, for resuming and
+for removing alike. Only folders that a run has made here are removed, never what a link leads to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,14 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from offstage import CheckpointError, HostMemoryError, OffloadedOptimizer, checkpoint
-from offstage.checkpoint.manifest import MANIFEST, MARKER
+from offstage.checkpoint.manifest import MANIFEST, MARKER, complete_in
+from offstage.checkpoint.ranks import Ranks
 
 logger = logging.getLogger("offstage")
 _NAME = re.compile(r"step-(\d{8,})")
+_EXTRA = {"step", "skipped_in_a_row", "data"}
+"""What the loop needs to continue."""
 
 
 class Checkpoints:
@@ -36,20 +40,28 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest complete one that the first rank finds: all ranks must resume from the same."""
-        found: list[Path | None] = [checkpoint.latest(self._root) if self._first else None]
-        if dist.is_initialized():
-            dist.broadcast_object_list(found)
-        return found[0]
+        ranks, found = Ranks(None), None
+        with ranks.failing_together("Looking for the newest checkpoint"):
+            if self._first:
+                found = checkpoint.latest(self._root)
+        newest: Path | None = ranks.gather(found)[0]
+        return newest
 
     def load(self, folder: Path, model: nn.Module, optimizer: OffloadedOptimizer) -> dict[str, Any]:
         """Load into `model` and `optimizer`; returns `extra`."""
         try:
-            return checkpoint.load(folder, model, optimizer)
+            extra = checkpoint.load(folder, model, optimizer)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} Nothing was changed. To train another model, choose another run.folder; if the checkpoint is "
                 f"damaged, remove {folder} to continue from the one before."
             ) from error
+        if missing := sorted(_EXTRA - extra.keys()):
+            raise CheckpointError(
+                f"{folder}: expected a checkpoint of `offstage train`; found one without {missing[0]!r}, which another "
+                "program saved. Move it elsewhere, or choose another run.folder."
+            )
+        return extra
 
     def save(
         self, step: int, model: nn.Module, optimizer: OffloadedOptimizer, extra: Mapping[str, Any], *, wait: bool
@@ -115,31 +127,46 @@ class Checkpoints:
             raise
 
     def _prune(self) -> None:
-        """Remove all but the newest `keep` complete ones, and interrupted saves older than the newest."""
+        """Remove all but the newest `keep` complete ones, and interrupted saves of steps before the newest's."""
         if not self._first:
             return
-        found = sorted((int(match[1]), path) for path in self._root.iterdir() if (match := _NAME.fullmatch(path.name)))
-        complete = [path for _, path in found if checkpoint.is_complete(path)]
-        newest = complete[-1] if complete else None
+        try:
+            complete = [path for path in complete_in(self._root) if _step_of(path) is not None]
+            steps = {path: step for path in self._root.iterdir() if (step := _step_of(path)) is not None}
+        except (CheckpointError, OSError) as error:
+            logger.warning("old checkpoints could not be looked for: %s", error)
+            return
         for path in complete[: -self._keep]:
             _remove(path)
-        for _, path in found:
-            if newest is not None and path < newest and path not in complete:
+        for path, step in steps.items():
+            if complete and path not in complete and step < steps[complete[-1]]:
                 _remove_incomplete(path)
+
+
+def _step_of(folder: Path) -> int | None:
+    """The step of a checkpoint's folder; `None` for other names, and for links, which lead to what is not ours."""
+    match = _NAME.fullmatch(folder.name)
+    return int(match[1]) if match and os.path.isdir(folder) and not os.path.islink(folder) else None
 
 
 def _remove(folder: Path) -> None:
     """The manifest first: a process killed here leaves a folder that counts as incomplete."""
     try:
-        (folder / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(folder)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(MANIFEST, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        shutil.rmtree(folder)  # follows no links
     except OSError as error:
         logger.warning("an old checkpoint could not be removed: %s", error)
 
 
 def _remove_incomplete(folder: Path) -> None:
     """Remove `folder` if it is an interrupted save."""
-    if (folder / MARKER).exists() and not (folder / MANIFEST).exists():
+    names = (folder / MARKER, folder / MANIFEST)
+    if _step_of(folder) is not None and [os.path.lexists(name) for name in names] == [True, False]:
         _remove(folder)
 
 

@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from offstage import ConfigError, OffstageError
+from offstage.checkpoint.ranks import host_group, timeout_of
 from offstage.train.config import ParallelSettings
 
 
@@ -123,6 +125,9 @@ def _init(launched: bool) -> None:
 def _placed(settings: ParallelSettings, device: torch.device) -> Parallel:
     ranks, stages = dist.get_world_size(), settings.stages
     mesh = init_device_mesh(device.type, (stages, ranks // stages), mesh_dim_names=("stage", "data"))
+    assert dist.group.WORLD is not None
+    for group in mesh.get_all_groups():  # torch gives those of some ranks its default
+        _set_pg_timeout(timeout_of(dist.group.WORLD), group)
     return Parallel(
         device=device,
         rank=dist.get_rank(),
@@ -130,7 +135,7 @@ def _placed(settings: ParallelSettings, device: torch.device) -> Parallel:
         stages=stages,
         sharded=settings.shards(ranks // stages),
         mesh=mesh,
-        host_group=dist.new_group(backend="gloo") if ranks > 1 else None,
+        host_group=host_group() if ranks > 1 else None,
     )
 
 

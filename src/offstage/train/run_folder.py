@@ -28,7 +28,7 @@ class RunFolder:
     """The files of one run. Only the first rank writes them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # a later chdir changes nothing
         self.config = self.path / "config.toml"
         self.run = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
@@ -72,7 +72,7 @@ class RunFolder:
         """What `write_json` wrote; empty if the file is missing or damaged."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -26,7 +26,7 @@ from offstage.activations.host_weights import is_host_weight
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
 from offstage.errors import ConfigError, OffstageError, StepLostError
-from offstage.optimizer.interrupts import deferred_interrupts
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.iteration import Iteration
 from offstage.optimizer.overlap.hooks import Hooks
 from offstage.optimizer.overlap.selection import BackwardSelection
