@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from offstage.checkpoint.archive import ALIGN, FileView, Header, read_header, write_tensor
+from offstage.checkpoint.archive import ALIGN, write_tensor
+from offstage.checkpoint.files import Bytes, RegularFile
+from offstage.checkpoint.items import Header, read_header
 from offstage.errors import CheckpointError
 from tests.support.refusals import Runs
 
@@ -185,8 +187,8 @@ def test_around_4_gib(beyond, tmp_path):
     assert loaded.shape == (numel,)
     assert loaded[-3:].tolist() == [0.0, 0.0, 7.0]
     assert loaded[0] == 0.0
+    header = read_header(RegularFile(tmp_path, path.name), 0, length)
     with path.open("rb") as file:
-        header = read_header(file, 0, length)
         assert (header.dtype, header.size, header.nbytes) == (torch.float32, (numel,), numel * 4)
         file.seek(header.data_offset + header.nbytes - 4)
         assert file.read(4) == tail
@@ -211,7 +213,7 @@ def test_headers_of_items_in_a_file(dtype, writer):
             write_tensor(file, dtype, size, [bytes_of(tensor)])
         items.append((tensor, offset, file.tell() - offset))
     for tensor, offset, length in items:
-        header = read_header(file, offset, length)
+        header = read_header(Bytes(file.getvalue()), offset, length)
         assert same(from_header(file.getvalue(), header), tensor)
         assert header.data_offset % ALIGN == 0
 
@@ -222,8 +224,7 @@ def test_headers_of_views_and_of_files_with_their_own_name(tmp_path):
     for tensor in (base.t(), base[2:4], base[1:, 3:5], base[:, ::2], channels_last, torch.tensor(2.0).expand(3, 2)):
         path = tmp_path / "model.pt"
         torch.save(tensor, path)
-        with path.open("rb") as file:
-            header = read_header(file, 0, path.stat().st_size)
+        header = read_header(RegularFile(tmp_path, path.name), 0, path.stat().st_size)
         assert header.strides == tensor.stride()
         assert same(from_header(path.read_bytes(), header), tensor)
 
@@ -246,9 +247,9 @@ def zipped(content: bytes, how: int, changes: dict[str, bytes] | None = None) ->
 @pytest.mark.parametrize(
     ("content", "found"),
     [
-        (lambda path: saved({"a": 1}), "0 records of data"),
+        (lambda path: saved({"a": 1}), "of type Pairs"),
         (lambda path: saved([torch.ones(2)]), "object of type list"),
-        (lambda path: saved(torch.ones(3), _use_new_zipfile_serialization=False), "BadZipFile"),
+        (lambda path: saved(torch.ones(3), _use_new_zipfile_serialization=False), "no zip archive"),
         (lambda path: zipped(saved(torch.ones(300)), zipfile.ZIP_DEFLATED), "compressed"),
         (
             lambda path: zipped(saved(torch.ones(3)), zipfile.ZIP_STORED, {"archive/byteorder": OTHER_ORDER}),
@@ -258,16 +259,16 @@ def zipped(content: bytes, how: int, changes: dict[str, bytes] | None = None) ->
             lambda path: zipped(saved(torch.ones(3)), zipfile.ZIP_STORED, {"archive/data/0": bytes(8)}),
             "8 bytes of data",
         ),
-        (lambda path: saved([torch.ones(2), Runs(path / "ran")]), "UnpicklingError"),
-        (lambda path: pickle.dumps(Runs(path / "ran")), "BadZipFile"),
-        (lambda path: b"", "BadZipFile"),
+        (lambda path: saved([torch.ones(2), Runs(path / "ran")]), "not part of the format"),
+        (lambda path: pickle.dumps(Runs(path / "ran")), "no zip archive"),
+        (lambda path: b"", "no zip archive"),
     ],
 )
 def test_what_is_not_a_tensor_is_refused_by_name(content, found, tmp_path):
     path = tmp_path / "__0_0.distcp"
     path.write_bytes(bytes(64) + content(tmp_path))
-    with path.open("rb") as file, pytest.raises(CheckpointError) as raised:
-        read_header(file, 64, path.stat().st_size - 64)
+    with pytest.raises(CheckpointError) as raised:
+        read_header(RegularFile(tmp_path, path.name), 64, path.stat().st_size - 64)
     for fragment in (str(path), "expected a tensor", found, "use another checkpoint"):
         assert fragment in str(raised.value)
     assert "\n" not in str(raised.value)
@@ -283,13 +284,13 @@ def test_damage_raises_or_leaves_a_header_inside_the_item(writer):
     content = file.getvalue()
     for length in range(0, len(content), 5):
         with pytest.raises(CheckpointError):
-            read_header(io.BytesIO(content[:length]), 0, length)
+            read_header(Bytes(content[:length]), 0, length)
     raised = 0
     for bit in range(0, 8 * len(content), 11):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         try:
-            header = read_header(io.BytesIO(bytes(damaged)), 0, len(content))
+            header = read_header(Bytes(damaged), 0, len(content))
         except CheckpointError:
             raised += 1
             continue
@@ -299,17 +300,3 @@ def test_damage_raises_or_leaves_a_header_inside_the_item(writer):
             last = sum((size - 1) * stride for size, stride in zip(header.size, header.strides, strict=True))
             assert (last + 1) * header.dtype.itemsize <= header.nbytes
     assert raised > 20
-
-
-def test_a_view_of_a_file_is_a_file():
-    view = FileView(io.BytesIO(b"--0123456789--"), 2, 10)
-    assert view.read() == b"0123456789"
-    assert view.read(1) == b""
-    assert view.seek(-3, io.SEEK_END) == 7
-    assert view.read(2) == b"78"
-    assert view.seek(-4, io.SEEK_CUR) == 5
-    assert view.read(99) == b"56789"
-    assert view.seek(20) == 20
-    assert view.read(3) == b""
-    with pytest.raises(OSError, match="before the start"):
-        view.seek(-11, io.SEEK_END)

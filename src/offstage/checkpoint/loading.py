@@ -2,9 +2,9 @@
 """`load`: a checkpoint of any plan and world size into a model and an optimizer, in place.
 
 Every rank checks everything before any rank writes: that the checkpoint is complete, that its files are what was saved,
-that every tensor exists with the right shape. Weights are read into the parameters and state into the arenas, block by
-block, straight from the mapped files: no second copy on the device, and on the host none beyond a block. An error on
-one rank is raised on all.
+that every tensor exists with the right shape and all of its bytes. Weights are read into the parameters and state into
+the arenas, block by block, straight from the files: no second copy on the device, and on the host none beyond a block.
+An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ from offstage.checkpoint.catalogue import (
     same_options,
     synchronize_devices,
 )
+from offstage.checkpoint.files import one_error, read_whole
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, checked_folder, read_manifest, verify
+from offstage.checkpoint.metadata import MAX_BYTES
 from offstage.checkpoint.parts import Box, Part
 from offstage.checkpoint.ranks import Ranks, file_threads
 from offstage.checkpoint.stored import Stored
@@ -79,15 +81,16 @@ def load(
     with ranks.failing_together("Verifying the checkpoint"):
         path = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)
-        _verify(path, ranks, checksums)
-        content = zlib.crc32(_summary(path).read_bytes())
+        with one_error(path):
+            _verify(path, ranks, checksums)
+            content = zlib.crc32(read_whole(path, _summary(path), MAX_BYTES))
     _check_one_checkpoint(ranks.gather((str(path), content)))
     stored = None
     with ranks.failing_together("Comparing the checkpoint with the model"):
         stored = Stored(path)
+        job = _Load(stored, model, offloaded, splitter)
         if offloaded is not None:
             runtime_of(offloaded).iteration.give_up("A checkpoint was loaded between backward and step().")
-        job = _Load(stored, model, offloaded, splitter)
     assert stored is not None
     with stored:
         try:
@@ -106,9 +109,9 @@ def load(
     return job.extra
 
 
-def _summary(folder: Path) -> Path:
+def _summary(folder: Path) -> str:
     """The file that identifies the checkpoint."""
-    return folder / (MANIFEST if (folder / MANIFEST).exists() else METADATA)
+    return MANIFEST if (folder / MANIFEST).exists() else METADATA
 
 
 def _check_one_checkpoint(found: Sequence[tuple[str, int]]) -> None:
@@ -144,13 +147,15 @@ class _Load:
         for name in stored.names:
             self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
         self._tensors: list[tuple[list[Part], torch.Tensor]] = []
+        self._needed: list[Part] = []
+        """What `run` will read."""
         self._objects: dict[str, Any] = {}
         self._model = model
         self._check_model()
         self.extra = self._extra()
         """The `extra` that was saved."""
-        self._absent: dict[str, Any] = stored.object(ABSENT_SHARDS) if ABSENT_SHARDS in stored else {}
-        self._unequal: dict[str, Any] = stored.object(SHARD_SCALARS) if SHARD_SCALARS in stored else {}
+        self._absent = self._shards(ABSENT_SHARDS, [list, list])
+        self._unequal = self._shards(SHARD_SCALARS, [list, list, dict])
         self._options: list[dict[str, Any]] = []
         self._before: list[dict[str, Any]] = []
         self.is_loaded = False
@@ -159,6 +164,7 @@ class _Load:
             for held in runtime_of(optimizer).all_states():
                 self._check_state(held, name_in(self._layouts, held))
             self._options = self._checked_options(optimizer)
+        self._check_files()
 
     # Checking
 
@@ -200,8 +206,36 @@ class _Load:
                 f"{self._stored.folder}: {what}: expected {dtype or 'a floating point format'}, found {found}. Convert "
                 "the model before it is sharded and offloaded, or load a checkpoint in its format."
             )
+        self._needed.append(part)
+
+    def _shards(self, name: str, form: list[type]) -> dict[str, Any]:
+        """What is saved about single shards: offset, size and more of each, by the tensor's name."""
+        found = self._value(name) if name in self._stored else {}
+        shards = [one for several in found.values() for one in several] if _is_table(found) else [None]
+        if not all(_is_shard(one, form) for one in shards):
+            raise CheckpointError(
+                f"{self._stored.folder}: {name!r} is expected to be a dict of lists of shards; found other data. The "
+                "checkpoint is damaged: use another one."
+            )
+        return dict(found)
+
+    def _check_shards(self, part: Part) -> None:
+        """Raise unless what is saved about the shards of a tensor fits its shape."""
+        for table in (self._absent, self._unequal):
+            if wrong := [one for one in table.get(part.name, ()) if not _box(one).is_inside(part.shape)]:
+                raise CheckpointError(
+                    f"{self._stored.folder}: {part.name!r} of shape {part.shape} is saved with the shard "
+                    f"{_box(wrong[0])}; expected one that the tensor has. Use another checkpoint."
+                )
+
+    def _check_files(self) -> None:
+        """Raise unless the files have all that will be read: later the model would be left between two states."""
+        with ThreadPoolExecutor(file_threads()) as pool:
+            list(pool.map(lambda part: self._stored.check(part.name, part.box), self._needed))
 
     def _check_state(self, held: ParamState, name: str) -> None:
+        for part in self._layouts.parts(name, held.param):
+            self._check_shards(part)
         names = self._saved_keys(name)
         if not names:
             return
@@ -267,12 +301,7 @@ class _Load:
         return [next(rest) if options else {} for options in found]
 
     def _value(self, name: str) -> Any:
-        if name not in self._stored.tensors:
-            return self._stored.object(name)
-        shape, dtype = self._stored.tensors[name]
-        value = torch.empty(shape, dtype=dtype)
-        self._stored.read(name, Box((0,) * len(shape), shape), value)
-        return value
+        return self._stored.value(name)
 
     # Loading
 
@@ -441,8 +470,23 @@ class _Load:
                 inner = result
                 for step in path[:-1]:
                     inner = inner.setdefault(step, {})
+                    if type(inner) is not dict:
+                        raise CheckpointError(
+                            f"{self._stored.folder}: expected one value called {name!r}; found one that is part of "
+                            "another. The checkpoint is damaged: use another one."
+                        )
                 inner[path[-1]] = self._value(name)
         return result
+
+
+def _is_table(value: Any) -> bool:
+    return type(value) is dict and all(type(one) is list for one in value.values())
+
+
+def _is_shard(value: Any, form: list[type]) -> bool:
+    if type(value) is not list or [type(one) for one in value] != form:
+        return False
+    return all(type(number) is int for numbers in value[:2] for number in numbers)
 
 
 def _box(shard: Sequence[Any]) -> Box:

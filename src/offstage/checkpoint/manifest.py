@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offstage.checkpoint.files import open_regular, read_whole
 from offstage.errors import CheckpointError
 
 logger = logging.getLogger("offstage")
@@ -32,6 +33,7 @@ VERSION = 1
 
 _TEMPORARY = f".{MANIFEST}.tmp"
 _READ_BYTES = 4 * 1024 * 1024
+_MAX_BYTES = 256 * 1024 * 1024  # more than a million files
 _MAX_THREADS = 16
 _MAX_NAMED = 5
 _USE_ANOTHER = "Use another checkpoint."
@@ -73,7 +75,7 @@ def sum_of(path: Path) -> FileSum:
     """Size and checksum of a file. Releases the GIL, so that several threads can sum several files."""
     nbytes = crc = 0
     buffer = memoryview(bytearray(_READ_BYTES))
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path.parent, path.name), "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
             nbytes += count
@@ -135,7 +137,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest; raise if the checkpoint is incomplete or the manifest itself is damaged."""
     path = folder / MANIFEST
     try:
-        text = path.read_bytes()
+        text = read_whole(folder, MANIFEST, _MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: expected the manifest of a complete checkpoint; found none. The checkpoint is incomplete: the "
