@@ -242,6 +242,8 @@ class _Objects:
                 raise Refused("records that share their bytes")
             self._storages[about.key] = self._archive.storage(about.key)
         storage = self._storages[about.key]
+        # An element that is repeated by a stride of 0 counts like a value that is referred to again.
+        self._spend(max(0, math.prod(about.size) - storage.nbytes()))
         if about.end * about.dtype.itemsize > storage.nbytes():
             raise Refused(f"{storage.nbytes()} bytes of data, of which a tensor needs {about.end} elements")
         try:

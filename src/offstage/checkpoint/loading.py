@@ -41,8 +41,9 @@ from offstage.checkpoint.files import one_error, read_whole
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, checked_folder, read_manifest, verify
 from offstage.checkpoint.metadata import MAX_BYTES
-from offstage.checkpoint.parts import Box, Part
+from offstage.checkpoint.parts import Part
 from offstage.checkpoint.ranks import Ranks, file_threads
+from offstage.checkpoint.shards import box_of, check_shards, read_table
 from offstage.checkpoint.stored import Stored
 from offstage.engine import named_state
 from offstage.errors import CheckpointError
@@ -154,8 +155,8 @@ class _Load:
         self._check_model()
         self.extra = self._extra()
         """The `extra` that was saved."""
-        self._absent = self._shards(ABSENT_SHARDS, [list, list])
-        self._unequal = self._shards(SHARD_SCALARS, [list, list, dict])
+        self._absent = read_table(stored, ABSENT_SHARDS)
+        self._unequal = read_table(stored, SHARD_SCALARS, dict)
         self._options: list[dict[str, Any]] = []
         self._before: list[dict[str, Any]] = []
         self.is_loaded = False
@@ -192,7 +193,7 @@ class _Load:
         """Raise unless `part` is stored, with the right shape and dtype."""
         if part.name not in self._stored.tensors:
             raise CheckpointError(
-                f"{self._stored.folder}: {what} is saved as {part.name!r}; found nothing of that name. "
+                f"{self._stored.folder}: {what} is expected under the name {part.name!r}; found nothing of that name. "
                 "Load a checkpoint of this model; fused parameters need the names they were saved with (split_as)."
             )
         shape, found = self._stored.tensors[part.name]
@@ -208,26 +209,6 @@ class _Load:
             )
         self._needed.append(part)
 
-    def _shards(self, name: str, form: list[type]) -> dict[str, Any]:
-        """What is saved about single shards: offset, size and more of each, by the tensor's name."""
-        found = self._value(name) if name in self._stored else {}
-        shards = [one for several in found.values() for one in several] if _is_table(found) else [None]
-        if not all(_is_shard(one, form) for one in shards):
-            raise CheckpointError(
-                f"{self._stored.folder}: {name!r} is expected to be a dict of lists of shards; found other data. The "
-                "checkpoint is damaged: use another one."
-            )
-        return dict(found)
-
-    def _check_shards(self, part: Part) -> None:
-        """Raise unless what is saved about the shards of a tensor fits its shape."""
-        for table in (self._absent, self._unequal):
-            if wrong := [one for one in table.get(part.name, ()) if not _box(one).is_inside(part.shape)]:
-                raise CheckpointError(
-                    f"{self._stored.folder}: {part.name!r} of shape {part.shape} is saved with the shard "
-                    f"{_box(wrong[0])}; expected one that the tensor has. Use another checkpoint."
-                )
-
     def _check_files(self) -> None:
         """Raise unless the files have all that will be read: later the model would be left between two states."""
         with ThreadPoolExecutor(file_threads()) as pool:
@@ -235,7 +216,7 @@ class _Load:
 
     def _check_state(self, held: ParamState, name: str) -> None:
         for part in self._layouts.parts(name, held.param):
-            self._check_shards(part)
+            check_shards(self._stored, part, (self._absent, self._unequal))
         names = self._saved_keys(name)
         if not names:
             return
@@ -397,7 +378,7 @@ class _Load:
     def _scalars(self, held: ParamState, name: str) -> dict[str, Any]:
         """State kept once per parameter; where shards differed, that of the shards that this rank holds now."""
         parts = self._layouts.parts(name, held.param)
-        shards = [one for part in parts for one in self._unequal.get(part.name, ()) if _box(one).overlap(part.box)]
+        shards = [one for part in parts for one in self._unequal.get(part.name, ()) if box_of(one).overlap(part.box)]
         own: dict[str, Any] = max(
             (one[2] for one in shards), key=lambda scalars: float(scalars.get("step", 0)), default={}
         )
@@ -424,7 +405,7 @@ class _Load:
         for part in parts:
             left = [part.box]
             for one in self._absent.get(part.name, ()):
-                left = [piece for box in left for piece in box.without(_box(one))]
+                left = [piece for box in left for piece in box.without(box_of(one))]
             if any(box.numel for box in left):
                 return False
         return held.local.numel() > 0
@@ -477,20 +458,6 @@ class _Load:
                         )
                 inner[path[-1]] = self._value(name)
         return result
-
-
-def _is_table(value: Any) -> bool:
-    return type(value) is dict and all(type(one) is list for one in value.values())
-
-
-def _is_shard(value: Any, form: list[type]) -> bool:
-    if type(value) is not list or [type(one) for one in value] != form:
-        return False
-    return all(type(number) is int for numbers in value[:2] for number in numbers)
-
-
-def _box(shard: Sequence[Any]) -> Box:
-    return Box(tuple(shard[0]), tuple(shard[1]))
 
 
 def _places(part: Part) -> torch.Tensor:

@@ -237,7 +237,9 @@ class _Parser:
         self._stack.append(self._memo[index])
 
     def frame(self) -> None:
-        self._number(_U64)  # where a buffer of the pickler ended
+        # What follows was written at once, which does not matter here.
+        if self._number(_U64) > len(self._data) - self._position:
+            raise Refused("a truncated pickle")
 
 
 _U8, _U16, _U32, _U64 = (struct.Struct(f"<{kind}") for kind in "BHIQ")

@@ -46,7 +46,7 @@ class Archive:
     def __init__(self, source: Source, offset: int, length: int) -> None:
         self._source, self._offset = source, offset
         tail = source.read(offset + max(0, length - _TAIL), min(length, _TAIL))
-        self._end, nbytes = self._directory(tail)
+        self._end, nbytes = self._directory(tail, length)
         """Where the directory begins: records are before it."""
         self._records = dict(self._entries(self._read(self._end, nbytes)))
         pickles = [name for name in self._records if name.endswith("/data.pkl")]
@@ -57,20 +57,22 @@ class Archive:
     def _read(self, position: int, nbytes: int) -> bytes:
         return self._source.read(self._offset + position, nbytes)
 
-    def _directory(self, tail: bytes) -> tuple[int, int]:
+    def _directory(self, tail: bytes, length: int) -> tuple[int, int]:
         """Position and length of the directory, which is right before the records that end the archive."""
         end = tail[-END.size :]
         if len(end) < END.size or end[:4] != b"PK\x05\x06":
             raise Refused("no zip archive")
-        *_, nbytes, position, comment = END.unpack(end)
+        *_, nbytes, position, _ = END.unpack(end)
+        after = END.size
         if len(tail) == _TAIL and tail[:4] == b"PK\x06\x06":
             *_, nbytes, position = ZIP64_END.unpack_from(tail)
-        if comment or nbytes > MAX_DIRECTORY_BYTES:
-            raise Refused("a zip archive that torch did not write")
+            after = _TAIL
+        if position + nbytes + after != length or nbytes > MAX_DIRECTORY_BYTES:
+            raise Refused("a zip archive with a directory in another place than torch puts it")
         return position, nbytes
 
     def _entries(self, directory: bytes) -> Iterator[tuple[str, _Record]]:
-        seen = set()
+        seen: set[str] = set()
         position = 0
         while position < len(directory):
             if len(directory) - position < CENTRAL.size or directory[position : position + 4] != b"PK\x01\x02":
@@ -106,6 +108,10 @@ class Archive:
         start = record.header + LOCAL.size + fields[9] + fields[10]
         if fields[0] != b"PK\x03\x04" or start + record.nbytes > self._end:
             raise Refused(f"a record {name!r} outside the item")
+        # The next record, a descriptor of this one, or the directory. The content itself has no mark, and one wrong
+        # length of a name or padding would shift it.
+        if self._read(start + record.nbytes, 2) != b"PK":
+            raise Refused(f"a record {name!r} that does not end where it should")
         return start, record.nbytes
 
     def pickle(self, at_most: int) -> bytes:
