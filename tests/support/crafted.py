@@ -228,7 +228,7 @@ def _in_one_place(saved: Metadata) -> None:
 def zipped(records: Bytes, method: int = zipfile.ZIP_STORED) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", method) as archive:
-        for name, content in records.items():
+        for name, content in ({"version": b"3\n"} | records).items():
             archive.writestr(f"archive/{name}", content)
     return file.getvalue()
 

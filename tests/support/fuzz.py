@@ -344,6 +344,7 @@ class Trials:
         checkpoint.save(self._before, self._model, self._optimizer)
         checkpoint.load(self._before, self._model, self._optimizer)
         self._was = self._state()
+        self._options = [set(group) for group in self._optimizer.param_groups]
         self._right = {}
         for base, folder in ((OURS, "ours"), (RESEALED, "ours"), (STOCK, "stock")):
             found = checkpoint.load(pristine / folder, self._model, self._optimizer)
@@ -397,6 +398,9 @@ class Trials:
         return self._restored(None if outcome in mutation.allowed else outcome)
 
     def _restored(self, wrong: str | None) -> str | None:
+        for group, options in zip(self._optimizer.param_groups, self._options, strict=True):
+            for added in group.keys() - options:
+                del group[added]
         checkpoint.load(self._before, self._model, self._optimizer)
         assert same(self._state(), self._was)
         return wrong

@@ -4,8 +4,7 @@
 An item is an uncompressed zip archive: a pickle, and a record for each storage that the pickle refers to. The pickle
 is parsed as inert data, of which exactly what is listed here is made: tensors, and plain data as
 `torch.load(weights_only=True)` accepts it. `torch.load` itself is not used: for a few bytes of a crafted item it
-allocates any amount of memory (a compressed record, `bytearray(n)`, `torch.FloatTensor(n)`), and it makes tensors that
-are larger than the record that they are in.
+allocates any amount of memory (a compressed record, `bytearray(n)`, `torch.FloatTensor(n)`).
 """
 
 from __future__ import annotations
