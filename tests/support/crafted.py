@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+METADATA = ".metadata"
 Bytes = dict[str, bytes]
 
 
@@ -304,6 +305,16 @@ def _old(value: torch.Tensor) -> bytes:
     file = io.BytesIO()
     torch.save(value, file, _use_new_zipfile_serialization=False)
     return file.getvalue()
+
+
+def put_item(folder: Path, name: str, content: bytes) -> None:
+    """Append an item to a file, and let `.metadata` say that `name` is there."""
+    saved = pickle.loads((folder / METADATA).read_bytes())
+    info = next(info for index, info in saved.storage_data.items() if index.fqn == name)
+    path = folder / info.relative_path
+    info.offset, info.length = path.stat().st_size, len(content)
+    path.write_bytes(path.read_bytes() + content)
+    (folder / METADATA).write_bytes(pickle.dumps(saved))
 
 
 # Manifests #

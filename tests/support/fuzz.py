@@ -277,18 +277,8 @@ class Mutations:
                 # Plain data of another value is data: only the object's user can tell.
                 allowed = [UNVERIFIED] if target == "extra.epoch" else []
                 yield self._mutation(
-                    base, f"{target}: {name}", lambda folder, t=target, i=item: put_item(folder, t, i), *allowed
+                    base, f"{target}: {name}", lambda folder, t=target, i=item: crafted.put_item(folder, t, i), *allowed
                 )
-
-
-def put_item(folder: Path, name: str, content: bytes) -> None:
-    """Append an item to a file, and let `.metadata` say that `name` is there."""
-    saved = pickle.loads((folder / METADATA).read_bytes())
-    info = next(info for index, info in saved.storage_data.items() if index.fqn == name)
-    path = folder / info.relative_path
-    info.offset, info.length = path.stat().st_size, len(content)
-    _write(path, path.read_bytes() + content)
-    _write(folder / METADATA, pickle.dumps(saved))
 
 
 def seal(folder: Path) -> None:

@@ -164,10 +164,10 @@ class OpenFiles:
 def read_whole(folder: Path, name: str, at_most: int) -> bytes:
     """The content of a small file. Raises what `open_regular` raises, so that the caller can say what is missing."""
     with os.fdopen(open_regular(folder, name), "rb") as file:
-        data = file.read(at_most + 1)
-    if len(data) > at_most:
-        raise CheckpointError(
-            f"{folder / name}: expected at most {at_most} bytes; found more. The file is damaged or of another format. "
-            f"{_USE_ANOTHER}"
-        )
-    return data
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > at_most:
+            raise CheckpointError(
+                f"{folder / name}: expected at most {at_most} bytes; found {nbytes}. The file is damaged or of another "
+                f"format. {_USE_ANOTHER}"
+            )
+        return file.read(nbytes)
