@@ -33,8 +33,8 @@ def call(module: str, name: str, argument: bytes) -> bytes:
 
 
 def build_on(module: str, name: str, attribute: str) -> bytes:
-    """The instructions that set an attribute of a class, and leave nothing on the stack."""
-    return f"c{module}\n{name}\n}}".encode() + text(attribute) + text("changed") + b"sb0"
+    """The instructions that set an attribute of a class (as one of its slots), and leave nothing on the stack."""
+    return f"c{module}\n{name}\nN}}".encode() + text(attribute) + text("changed") + b"s\x86b0"
 
 
 CLASSES = [
@@ -74,7 +74,7 @@ def pickles(sentinel: Path) -> Bytes:
         "lazy attribute of torch": two + b"ctorch\n_dynamo\n.",
         "called result": two + call("torch", "Size", b")") + b")R.",
         "called string": two + text("x") + b")R.",
-        "memo of 2 GiB": two + b"Nr\xff\xff\xff\x7f.",
+        "memo of 2 GiB": two + b"Nr\xff\xff\xff\x07.",
         "memo of 4 GiB": two + b"Nr\xff\xff\xff\xff0N.",
         "memo by text": two + b"Np9999999999\n.",
         "memo read": two + b"j\xff\xff\xff\xff.",
