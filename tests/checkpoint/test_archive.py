@@ -8,14 +8,16 @@ import pickle
 import struct
 import sys
 import zipfile
+from collections import Counter, OrderedDict
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from offstage.checkpoint.archive import ALIGN, write_tensor
+from offstage.checkpoint.archive import ALIGN, pickled, unpickled, write_tensor
 from offstage.checkpoint.files import Bytes, RegularFile
 from offstage.checkpoint.items import Header, read_header
 from offstage.errors import CheckpointError
@@ -192,6 +194,61 @@ def test_around_4_gib(beyond, tmp_path):
         assert (header.dtype, header.size, header.nbytes) == (torch.float32, (numel,), numel * 4)
         file.seek(header.data_offset + header.nbytes - 4)
         assert file.read(4) == tail
+
+
+# Objects #
+
+
+def objects():
+    tensor = torch.arange(6.0).view(2, 3)
+    shared = [1, 2]
+    yield {"a": None, "b": [True, -1, 2**40, -(2**70), 1.5, "größer"], 3: (1, (2,)), 2.5: ()}
+    yield [{1, "x"}, 1 - 2j, b"\x00\xff", bytearray(b"\x80a"), torch.Size((2, 3)), Counter("abca")]
+    yield [torch.float8_e4m3fn, torch.device("cuda", 1), torch.device("cpu"), torch.strided, OrderedDict(b=1, a=2)]
+    yield [tensor, tensor.t(), tensor[1], torch.tensor(3), torch.empty(0, 4), nn.Parameter(torch.ones(2))]
+    yield [torch.ones(3, dtype=torch.float8_e5m2), torch.tensor([True]), torch.ones(2, dtype=torch.uint16)]
+    yield [torch.ones(2, requires_grad=True), torch.tensor(2.0).expand(4, 5), torch.ones(2, dtype=torch.complex64)]
+    yield [shared, shared, {"x": shared}]
+    yield {"1" * 300: "2" * 70_000}
+
+
+def described(value):
+    if isinstance(value, torch.Tensor):
+        content = value.detach().contiguous().view(-1).view(torch.uint8).tolist()
+        return type(value), value.dtype, tuple(value.shape), value.stride(), value.requires_grad, content
+    if isinstance(value, dict):
+        return type(value), [(key, described(inner)) for key, inner in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value), [described(inner) for inner in value]
+    return type(value), value
+
+
+@pytest.mark.parametrize("value", objects(), ids=range(8))
+def test_objects_are_what_torch_loads(value):
+    content = pickled("x", value)
+    assert described(unpickled(content)) == described(torch.load(io.BytesIO(content), weights_only=True))
+
+
+def test_references_to_one_object_stay_one():
+    first, second, inner = unpickled(pickled("x", [(shared := [1, 2]), shared, {"x": shared}]))
+    assert first is second is inner["x"]
+    one, other = unpickled(pickled("x", [(tensor := torch.zeros(4)), tensor[1:]]))
+    one[1] = 5
+    assert other[0] == 5
+
+
+def test_records_in_the_place_of_others_are_refused():
+    """One record's bytes, to which several entries of the directory lead."""
+    tensors = [torch.full((4096,), float(number)) for number in range(4)]
+    content = pickled("x", tensors)
+    directory = content.rindex(b"archive/data/0") - 46
+    place = content[directory + 42 : directory + 46]
+    changed = bytearray(content)
+    for number in (1, 2, 3):
+        at = content.rindex(f"archive/data/{number}".encode()) - 46
+        changed[at + 42 : at + 46] = place
+    with pytest.raises(CheckpointError, match="not where the directory says"):
+        unpickled(bytes(changed))
 
 
 # Reading #

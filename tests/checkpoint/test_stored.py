@@ -2,6 +2,7 @@
 """Stored: any box of a folder that stock DCP or offstage's archives make up, from its files, running no code."""
 
 import functools
+import io
 import itertools
 import math
 import os
@@ -34,7 +35,7 @@ from offstage.checkpoint.files import RegularFile
 from offstage.checkpoint.parts import Box
 from offstage.checkpoint.stored import Stored
 from offstage.errors import CheckpointError
-from tests.support import refusals
+from tests.support import crafted, refusals
 from tests.support.refusals import Runs
 
 refused = functools.partial(refusals.refused, CheckpointError)
@@ -170,6 +171,7 @@ def test_any_box_into_any_tensor(stock, name, data):
     assert tuple(into.shape) == box.size
     with pytest.MonkeyPatch.context() as patch, Stored(stock) as folder:
         patch.setattr(stored, "BLOCK_BYTES", data.draw(st.sampled_from([8, 64, 2**24])))
+        patch.setattr(stored, "_MAX_GAP_BYTES", data.draw(st.sampled_from([0, 8, 2**16])))
         if data.draw(st.booleans()):
             patch.setattr(stored, "_is_host", lambda tensor: False)
         folder.read(name, box, into)
@@ -321,6 +323,16 @@ def _anonymous_bytes() -> int:
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no RssAnon in /proc/self/status")
+
+
+def test_a_tensor_that_torch_cannot_make_is_one_error(tmp_path):
+    folder = write_folder(tmp_path / "folder", {"w": torch.zeros(3, dtype=torch.uint8)}, {}, files=1)
+    edit_metadata(folder, lambda saved: setattr(saved.state_dict_metadata["w"].properties, "dtype", torch.quint8))
+    item = io.BytesIO()
+    write_tensor(item, torch.quint8, (3,), [bytes(3)])
+    crafted.put_item(folder, "w", item.getvalue())
+    with Stored(folder) as opened:
+        refused(lambda: opened.value("w"), "'w'", "torch.quint8", "torch cannot make it")
 
 
 # What is wrong is refused #

@@ -168,6 +168,7 @@ class Mutations:
         data = data_ranges(self.folder(base)).get(name, [])
 
         def made(what: str, changed: bytes, *allowed: str) -> Mutation:
+            allowed = (*allowed, RIGHT) if changed == content else allowed
             return self._mutation(base, f"{name} {what}", lambda folder: _write(folder / name, changed), *allowed)
 
         for _ in range(self._flips):

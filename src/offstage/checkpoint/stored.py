@@ -98,8 +98,16 @@ class Stored:
                 f"{self._path}: expected {name!r} with all of its elements, shape {shape}; found fewer bytes in its "
                 f"chunks. {_USE_ANOTHER}"
             )
-        into = torch.empty(shape, dtype=dtype)
-        self.read(name, box, into)
+        try:
+            into = torch.empty(shape, dtype=dtype)
+            self.read(name, box, into)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:  # no memory, or a dtype for which torch lacks what is needed (quantized ones)
+            raise CheckpointError(
+                f"{self._path}: expected {name!r}, shape {shape} and {dtype}, as a tensor on this host; found that "
+                f"torch cannot make it: {str(error).partition(chr(10))[0]}. {_USE_ANOTHER}"
+            ) from error
         return into
 
     def object(self, name: str) -> Any:

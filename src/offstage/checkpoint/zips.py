@@ -102,16 +102,18 @@ class Archive:
         record = self._records.get(self._root + name)
         if record is None:
             raise Refused(f"no record {name[:200]!r}")
-        if record.header + LOCAL.size > self._end:
-            raise Refused(f"a record {name!r} outside the item")
-        fields = LOCAL.unpack(self._read(record.header, LOCAL.size))
+        path = (self._root + name).encode()
+        if record.header + LOCAL.size + len(path) > self._end:
+            raise Refused(f"a record {name[:200]!r} outside the item")
+        header = self._read(record.header, LOCAL.size + len(path))
+        fields = LOCAL.unpack_from(header)
         start = record.header + LOCAL.size + fields[9] + fields[10]
-        if fields[0] != b"PK\x03\x04" or start + record.nbytes > self._end:
-            raise Refused(f"a record {name!r} outside the item")
+        if fields[0] != b"PK\x03\x04" or header[LOCAL.size :] != path or start + record.nbytes > self._end:
+            raise Refused(f"a record {name[:200]!r} that is not where the directory says")
         # The next record, a descriptor of this one, or the directory. The content itself has no mark, and one wrong
         # length of a name or padding would shift it.
         if self._read(start + record.nbytes, 2) != b"PK":
-            raise Refused(f"a record {name!r} that does not end where it should")
+            raise Refused(f"a record {name[:200]!r} that does not end where it should")
         return start, record.nbytes
 
     def pickle(self, at_most: int) -> bytes:
