@@ -223,16 +223,16 @@ def described(value):
     return type(value), value
 
 
-@pytest.mark.parametrize("value", objects(), ids=range(8))
+@pytest.mark.parametrize("value", list(objects()), ids=range(8))
 def test_objects_are_what_torch_loads(value):
     content = pickled("x", value)
     assert described(unpickled(content)) == described(torch.load(io.BytesIO(content), weights_only=True))
 
 
 def test_references_to_one_object_stay_one():
-    first, second, inner = unpickled(pickled("x", [(shared := [1, 2]), shared, {"x": shared}]))
+    first, second, inner = unpickled(saved([(shared := [1, 2]), shared, {"x": shared}]))
     assert first is second is inner["x"]
-    one, other = unpickled(pickled("x", [(tensor := torch.zeros(4)), tensor[1:]]))
+    one, other = unpickled(saved([(tensor := torch.zeros(4)), tensor[1:]]))
     one[1] = 5
     assert other[0] == 5
 

@@ -325,6 +325,7 @@ def _anonymous_bytes() -> int:
     raise AssertionError("no RssAnon in /proc/self/status")
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize")
 def test_a_tensor_that_torch_cannot_make_is_one_error(tmp_path):
     folder = write_folder(tmp_path / "folder", {"w": torch.zeros(3, dtype=torch.uint8)}, {}, files=1)
     edit_metadata(folder, lambda saved: setattr(saved.state_dict_metadata["w"].properties, "dtype", torch.quint8))
