@@ -2,9 +2,9 @@
 """`load`: a checkpoint of any plan and world size into a model and an optimizer, in place.
 
 Every rank checks everything before any rank writes: that the checkpoint is complete, that its files are what was saved,
-that every tensor exists with the right shape. Weights are read into the parameters and state into the arenas, block by
-block, straight from the mapped files: no second copy on the device, and on the host none beyond a block. An error on
-one rank is raised on all.
+that every tensor exists with the right shape and all of its bytes. Weights are read into the parameters and state into
+the arenas, block by block, straight from the files: no second copy on the device, and on the host none beyond a block.
+An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ from offstage.checkpoint.catalogue import (
     turn_of,
 )
 from offstage.checkpoint.extra_state import saved_extra_state
+from offstage.checkpoint.files import one_error, read_whole
 from offstage.checkpoint.fused import Splitter, by_metadata
 from offstage.checkpoint.manifest import MANIFEST, MARKER, METADATA, check_listed, checked_folder, read_manifest, verify
-from offstage.checkpoint.parts import Box, Part
+from offstage.checkpoint.metadata import MAX_BYTES
+from offstage.checkpoint.parts import Part
 from offstage.checkpoint.ranks import Ranks, file_threads
+from offstage.checkpoint.shards import box_of, check_shards, read_table
 from offstage.checkpoint.stored import Stored
 from offstage.checkpoint.threads import in_threads
 from offstage.engine import named_state
@@ -92,17 +95,18 @@ def _load(
     with ranks.failing_together("Verifying the checkpoint"):
         path = checked_folder(folder)
         offloaded = checked_optimizer(optimizer)
-        is_verified = _verify(path, ranks, checksums)
-        content = zlib.crc32(_summary(path).read_bytes())
+        with one_error(path):
+            is_verified = _verify(path, ranks, checksums)
+            content = zlib.crc32(read_whole(path, _summary(path), MAX_BYTES))
     _check_one_checkpoint(ranks.gather((str(path), content)))
     stored = None
     with ranks.failing_together("Comparing the checkpoint with the model"):
         stored = Stored(path)
         if is_verified:
             check_listed(path, stored.files)
+        job = _Load(stored, model, offloaded, splitter)
         if offloaded is not None:
             runtime_of(offloaded).iteration.give_up("A checkpoint was loaded between backward and step().")
-        job = _Load(stored, model, offloaded, splitter)
     assert stored is not None
     with stored:
         try:
@@ -121,9 +125,9 @@ def _load(
     return job.extra
 
 
-def _summary(folder: Path) -> Path:
+def _summary(folder: Path) -> str:
     """The file that identifies the checkpoint."""
-    return folder / (MANIFEST if (folder / MANIFEST).exists() else METADATA)
+    return MANIFEST if (folder / MANIFEST).exists() else METADATA
 
 
 def _check_one_checkpoint(found: Sequence[tuple[str, int]]) -> None:
@@ -163,13 +167,15 @@ class _Load:
         for name in stored.names:
             self._by_prefix.setdefault(f"{name.rpartition('.')[0]}.", []).append(name)
         self._tensors: list[tuple[list[Part], torch.Tensor]] = []
+        self._needed: list[Part] = []
+        """What `run` will read."""
         self._objects: dict[str, Any] = {}
         self._model = model
         self._check_model()
         self.extra = self._extra()
         """The `extra` that was saved."""
-        self._absent = self._shards(ABSENT_SHARDS)
-        self._unequal = self._shards(SHARD_SCALARS)
+        self._absent = read_table(stored, ABSENT_SHARDS)
+        self._unequal = read_table(stored, SHARD_SCALARS, dict)
         self._scalars: dict[torch.Tensor, dict[str, Any]] = {}
         """State kept once per parameter. Without an entry, a parameter has no state in the checkpoint."""
         self._options: list[dict[str, Any]] = []
@@ -186,6 +192,7 @@ class _Load:
                         self._check_state(runtime_of(optimizer).state_of(param), options)
             except ConfigError as error:
                 raise CheckpointError(f"{stored.folder}: {error}") from error
+        self._check_files()
 
     # Checking
 
@@ -212,7 +219,7 @@ class _Load:
         """Raise unless `part` is stored, with the right shape and dtype."""
         if part.name not in self._stored.tensors:
             raise CheckpointError(
-                f"{self._stored.folder}: {what} is saved as {part.name!r}; found nothing of that name. "
+                f"{self._stored.folder}: {what} is expected under the name {part.name!r}; found nothing of that name. "
                 "Load a checkpoint of this model; fused parameters need the names they were saved with (split_as)."
             )
         shape, found = self._stored.tensors[part.name]
@@ -226,9 +233,16 @@ class _Load:
                 f"{self._stored.folder}: {what}: expected {dtype or 'a floating point format'}, found {found}. Convert "
                 "the model before it is sharded and offloaded, or load a checkpoint in its format."
             )
+        self._needed.append(part)
+
+    def _check_files(self) -> None:
+        """Raise unless the files have all that will be read: later the model would be left between two states."""
+        in_threads(lambda part: self._stored.check(part.name, part.box), self._needed, file_threads())
 
     def _check_state(self, held: ParamState, options: dict[str, Any]) -> None:
         name = name_in(self._layouts, held)
+        for part in self._layouts.parts(name, held.param):
+            check_shards(self._stored, part, (self._absent, self._unequal))
         names = self._saved_keys(name)
         if not names:
             return
@@ -247,17 +261,6 @@ class _Load:
             self._scalars[held.param] = self._saved_scalars(held, name)
             for key, value in self._scalars[held.param].items():
                 named_state.check_scalar(held, key, value)
-
-    def _shards(self, name: str) -> dict[str, list[tuple[Box, dict[str, Any]]]]:
-        """What was saved about single shards, by the saved name of the parameter: their boxes, and maybe scalars."""
-        saved = self._stored.object(name) if name in self._stored else {}
-        try:
-            return {param: [(_box(one), dict(*one[2:3])) for one in shards] for param, shards in saved.items()}
-        except (AttributeError, IndexError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._stored.folder}: expected {name!r} to list boxes of parameters; found {type(error).__name__}: "
-                f"{error}. The file is damaged. Use another checkpoint."
-            ) from error
 
     def _saved_keys(self, name: str) -> set[str]:
         """The state keys saved for a parameter: the same for all parts of a fused one, and some for it as a whole."""
@@ -316,12 +319,7 @@ class _Load:
         return groups
 
     def _value(self, name: str) -> Any:
-        if name not in self._stored.tensors:
-            return self._stored.object(name)
-        shape, dtype = self._stored.tensors[name]
-        value = torch.empty(shape, dtype=dtype, device="cpu")
-        self._stored.read(name, Box((0,) * len(shape), shape), value)
-        return value
+        return self._stored.value(name)
 
     # Loading
 
@@ -417,7 +415,8 @@ class _Load:
     def _saved_scalars(self, held: ParamState, name: str) -> dict[str, Any]:
         """State kept once per parameter; where shards differed, that of the shards that this rank holds now."""
         parts = self._layouts.parts(name, held.param)
-        shards = [own for part in parts for box, own in self._unequal.get(part.name, ()) if box.overlap(part.box)]
+        listed = [(part.box, one) for part in parts for one in self._unequal.get(part.name, ())]
+        shards = [one[2] for box, one in listed if box_of(one).overlap(box)]
         for one in shards:
             for key, value in one.items():
                 named_state.check_scalar(held, key, value)
@@ -444,8 +443,8 @@ class _Load:
         parts = self._layouts.parts(name, held.param)
         for part in parts:
             left = [part.box]
-            for absent, _ in self._absent.get(part.name, ()):
-                left = [piece for box in left for piece in box.without(absent)]
+            for one in self._absent.get(part.name, ()):
+                left = [piece for box in left for piece in box.without(box_of(one))]
             if any(box.numel for box in left):
                 return False
         return held.local.numel() > 0
@@ -491,12 +490,13 @@ class _Load:
                 inner = result
                 for step in path[:-1]:
                     inner = inner.setdefault(step, {})
+                    if type(inner) is not dict:
+                        raise CheckpointError(
+                            f"{self._stored.folder}: expected one value called {name!r}; found one that is part of "
+                            "another. The checkpoint is damaged: use another one."
+                        )
                 inner[path[-1]] = self._value(name)
         return result
-
-
-def _box(shard: Sequence[Any]) -> Box:
-    return Box(tuple(shard[0]), tuple(shard[1]))
 
 
 def _places(part: Part) -> torch.Tensor:

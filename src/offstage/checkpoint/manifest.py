@@ -13,14 +13,14 @@ import json
 import logging
 import os
 import re
-import stat
 import time
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
+from offstage.checkpoint.files import open_regular, read_whole
 from offstage.checkpoint.threads import in_threads
 from offstage.errors import CheckpointError
 
@@ -87,28 +87,6 @@ def checked_folder(folder: str | os.PathLike[str] | None) -> Path:
     return path
 
 
-# Files #
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it. Raises `OSError` for what is no regular file: a pipe or a device may never answer."""
-    _regular_bytes(os.stat(path))  # before it is opened: to open a device may have effects
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        _regular_bytes(os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb", buffering=0)
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _regular_bytes(found: os.stat_result) -> int:
-    """The size of a regular file; raises `OSError` for anything else."""
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "something that is not a regular file")
-    return found.st_size
-
-
 # Writing #
 
 
@@ -116,8 +94,8 @@ def sum_of(path: Path) -> FileSum:
     """Size and checksum of a file. Releases the GIL, so that several threads can sum several files."""
     nbytes = crc = 0
     buffer = memoryview(bytearray(_READ_BYTES))
-    with open_regular(path) as file:
-        while count := file.readinto(buffer):  # type: ignore[attr-defined]
+    with os.fdopen(open_regular(path.parent, path.name), "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
             nbytes += count
     return FileSum(nbytes, crc)
@@ -194,7 +172,7 @@ def sync_file(path: Path) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """Read the manifest; raise if the checkpoint is incomplete or the manifest itself is damaged."""
     path = folder / MANIFEST
-    text = _read(path)
+    text = _read(folder)
     try:
         content = json.loads(text)
         damaged = content["crc32"] != _own_sum(content) or content["format"] != FORMAT
@@ -214,10 +192,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise _damaged(path, str(error)) from error
 
 
-def _read(path: Path) -> bytes:
+def _read(folder: Path) -> bytes:
+    path = folder / MANIFEST
     try:
-        with open_regular(path) as file:
-            text = file.read(_MAX_BYTES + 1)
+        return read_whole(folder, MANIFEST, _MAX_BYTES)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: expected the manifest of a complete checkpoint; found none. The checkpoint is incomplete: the "
@@ -228,9 +206,6 @@ def _read(path: Path) -> bytes:
             f"{path}: expected the manifest of a complete checkpoint; found {error.strerror or error}. Check the "
             "folder's name and who may read it."
         ) from error
-    if len(text) > _MAX_BYTES:
-        raise _damaged(path, f"more than {_MAX_BYTES} bytes")
-    return text
 
 
 def _parsed(content: Mapping[str, Any]) -> Manifest:
@@ -354,9 +329,12 @@ def _fault(folder: Path, name: str, expected: FileSum | None, checksums: bool) -
         return f"{name}: expected in {MANIFEST}; found no entry."
     path = folder / name
     try:
-        nbytes = _regular_bytes(os.stat(path))
+        os.close(open_regular(folder, name))
+        nbytes = os.stat(path).st_size
         found = sum_of(path) if checksums and nbytes == expected.nbytes else None
         nbytes = nbytes if found is None else found.nbytes
+    except CheckpointError as error:  # no regular file of the folder
+        return str(error)
     except OSError as error:
         return f"{name}: expected {expected.nbytes} bytes; found {error.strerror or error}."
     if nbytes != expected.nbytes:

@@ -42,6 +42,13 @@ class Box:
             size.append(last - first)
         return Box(tuple(offset), tuple(size))
 
+    def is_inside(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor of `shape` has all of the elements."""
+        return len(self.offset) == len(self.size) == len(shape) and all(
+            first >= 0 and length >= 0 and first + length <= size
+            for first, length, size in zip(self.offset, self.size, shape, strict=True)
+        )
+
     def within(self, origin: Box) -> Box:
         """The same elements, counted from the first element of `origin`."""
         return Box(tuple(a - b for a, b in zip(self.offset, origin.offset, strict=True)), self.size)
@@ -92,7 +99,7 @@ class Part:
     @property
     def span(self) -> int:
         """Elements of the flat run from the box's first to its last, both included."""
-        return 1 + sum((length - 1) * stride for length, stride in zip(self.box.size, self.strides, strict=True))
+        return span_of(self.box.size, self.strides)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The box's elements, in the box's shape: a view of `flat`."""
@@ -126,16 +133,43 @@ def row_major(size: Sequence[int]) -> tuple[int, ...]:
 
 def blocks_of(box: Box, max_numel: int) -> Iterator[Box]:
     """`box` in boxes of at most `max_numel` elements (and at least one), in row-major order; nothing if it is empty."""
+    # Cut the outermost dim of which a single row fits; the dims before it advance one element at a time.
+    dim = 0
+    while dim < len(box.size) - 1 and math.prod(box.size[dim + 1 :]) > max_numel:
+        dim += 1
+    return _cut(box, dim, max(1, max_numel // max(1, math.prod(box.size[dim + 1 :]))))
+
+
+def runs_of(box: Box, strides: Sequence[int], max_span: int, max_gap: int) -> Iterator[Box]:
+    """`box` in boxes that are close together in memory, in row-major order; nothing if it is empty.
+
+    `strides` fall from the first dim to the last. From the first to the last element of a box there are at most
+    `max_span` elements, and nowhere in between more than `max_gap` in a row that are not of the box.
+    """
+    dims = len(box.size)
+    spans = [span_of(box.size[dim:], strides[dim:]) for dim in range(dims + 1)]
+    gaps = [stride - span for stride, span in zip(strides, spans[1:], strict=True)]
+    dim = 0
+    while dim < dims - 1 and (spans[dim + 1] > max_span or max(gaps[dim + 1 :]) > max_gap):
+        dim += 1
+    rows = 1
+    if dims and gaps[dim] <= max_gap:
+        rows = 1 + max(0, max_span - spans[dim + 1]) // strides[dim] if strides[dim] else box.size[dim]
+    return _cut(box, dim, max(1, rows))
+
+
+def span_of(size: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements in memory from the first to the last, both included."""
+    return 1 + sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
+
+
+def _cut(box: Box, dim: int, rows: int) -> Iterator[Box]:
+    """`box` in boxes of `rows` along `dim` and of one element along the dims before it."""
     if box.numel == 0:
         return
     if not box.size:
         yield box
         return
-    # Cut the outermost dim of which a single row fits; the dims before it advance one element at a time.
-    dim = 0
-    while dim < len(box.size) - 1 and math.prod(box.size[dim + 1 :]) > max_numel:
-        dim += 1
-    rows = max(1, max_numel // math.prod(box.size[dim + 1 :]))
     ranges = [range(first, first + length) for first, length in zip(box.offset, box.size, strict=True)]
     for outer in itertools.product(*ranges[:dim]):
         for first in ranges[dim][::rows]:
