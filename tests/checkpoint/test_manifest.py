@@ -401,9 +401,7 @@ def test_a_file_of_the_checkpoint_that_is_no_file(what, tmp_path):
     (folder / "__1_0.distcp").unlink()
     put_there(folder / "__1_0.distcp", what)
     for checksums in (True, False):
-        refused(
-            lambda checksums=checksums: verify(folder, checksums=checksums), "__1_0.distcp: expected 0 bytes; found"
-        )
+        refused(lambda checksums=checksums: verify(folder, checksums=checksums), "__1_0.distcp: expected", "found")
 
 
 def test_what_is_no_path_is_refused(tmp_path, monkeypatch):

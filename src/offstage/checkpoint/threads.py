@@ -36,5 +36,5 @@ def in_threads(
                 return
             results[index] = work(items[index])
 
-    together(take_turns, min(threads, len(items)), stop=stop)
+    together(take_turns, min(threads, len(items)), stop=stop, name="offstage-files")
     return [results[index] for index in range(len(items))]

@@ -75,7 +75,11 @@ def _warn_of_limit(wanted: int, error: str) -> None:
 
 
 def together(
-    act: Callable[[int, Crew[Result]], Result], num_threads: int, *, stop: Callable[[], None] = lambda: None
+    act: Callable[[int, Crew[Result]], Result],
+    num_threads: int,
+    *,
+    stop: Callable[[], None] = lambda: None,
+    name: str = "offstage",
 ) -> list[Result]:
     """The results of `act(number, crew)` for each number below `crew.count`, called at the same time.
 
@@ -85,7 +89,7 @@ def together(
     crew: Crew[Result] = Crew(act, stop)
     try:
         with deferred_interrupts():
-            crew.start(num_threads)
+            crew.start(num_threads, name)
         crew.wait()
     except BaseException:
         crew.give_up()
@@ -106,8 +110,8 @@ class Crew(Generic[Result]):
         self._all_started, self._over = Latch(), Latch()
         self._finished = itertools.count(1)
 
-    def start(self, num_threads: int) -> None:
-        made = (threading.Thread(target=self._work, args=(number,), daemon=False) for number in range(num_threads))
+    def start(self, num_threads: int, name: str) -> None:
+        made = (threading.Thread(target=self._work, args=(number,), name=name) for number in range(num_threads))
         try:
             self.count = len(start_some(made, num_threads))
         except BaseException:
