@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 USER_PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
@@ -127,6 +130,10 @@ def test_the_readme_is_short_and_shows_every_folder():
     assert len(README.splitlines()) <= 200
     entries = {entry.name for entry in (ROOT / "src" / "offstage").iterdir() if not entry.name.startswith("_")}
     assert not {name for name in entries - {"py.typed"} if f"](src/offstage/{name})" not in README}
+
+
+def test_the_readme_lists_every_page():
+    assert not [page.name for page in USER_PAGES if f"](docs/{page.name}" not in README]
 
 
 def test_pages_import_what_exists():

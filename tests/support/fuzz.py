@@ -50,20 +50,6 @@ MAX_SECONDS = 30.0
 REFUSED, RIGHT, UNVERIFIED = "refused", "loaded right", "loaded otherwise"
 OURS, RESEALED, STOCK = "ours", "ours with a new manifest", "stock"
 
-PENDING = frozenset(
-    {
-        # Options that are loaded are not validated yet.
-        *(f"{STOCK}: optim.param_groups.0.lr: {name}" for name in ("None", "NaN", "numbers", "a list")),
-        # Nor is all of the manifest.
-        f"{OURS}: manifest: no version",
-        f"{OURS}: manifest: a name with a null",
-        f"{OURS}: manifest: a name that is no text",
-        f"{OURS}: manifest: a checksum as text",
-        f"{OURS}: manifest: no files, and a changed weight",
-    }
-)
-"""Not tried: to be removed with the mends of options and of the manifest."""
-
 WATCHED: list[Any] = [
     *(one for one in vars(pathlib).values() if isinstance(one, type)),
     *(one for one in vars(metadata).values() if isinstance(one, type)),
@@ -442,9 +428,7 @@ def main(folder: str, seed: str, flips: str) -> int:
         for path in (pristine / name).iterdir():
             shutil.copy(path, outside / f"{base}{path.name}")
     trials = Trials(root, pristine, outside, sentinel)
-    mutations = [
-        one for one in Mutations(pristine, outside, sentinel, int(seed), int(flips)).all() if one.name not in PENDING
-    ]
+    mutations = list(Mutations(pristine, outside, sentinel, int(seed), int(flips)).all())
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_EXTRA_BYTES, -1))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

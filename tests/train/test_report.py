@@ -430,7 +430,7 @@ def test_rows_of_steps_that_were_made_again_do_not_count():
     rows = [
         {"step": step, "run": number} for number, steps in enumerate(((1, 8), (5, 7), (5, 6))) for step in range(*steps)
     ]
-    assert counting(rows) == [{"step": step, "run": 0} for step in (1, 2, 3, 4)] + [{"step": 5, "run": 2}]
+    assert counting(rows) == ([{"step": step, "run": 0} for step in (1, 2, 3, 4)] + [{"step": 5, "run": 2}], 1)
 
 
 def test_a_resumed_run_shows_the_later_rows(run):

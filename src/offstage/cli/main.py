@@ -336,7 +336,8 @@ def _say(text: str) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # paths may hold any bytes
     sys.stdout.flush()
 
 

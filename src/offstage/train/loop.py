@@ -332,7 +332,8 @@ class Training:
 
     def _check_model(self, newest: Path) -> None:
         """Raise if the run in this folder has another model; the message names settings, not tensors."""
-        then = self.folder.read_json(self.folder.run).get("model", {})
+        then = self.folder.read_json(self.folder.run).get("model")
+        then = then if isinstance(then, dict) else {}
         now = identity(self.config, self.parallel.device)
         differs = [name for name in {**then, **now} if then and then.get(name) != now.get(name)]
         if differs:

@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 
 from offstage import OffloadedOptimizer, OffstageError
 from offstage.optimizer.optimizer import runtime_of
+from offstage.train.reading import BadFileError, parse_object, read_lines
 from offstage.train.run_folder import named
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -203,8 +205,8 @@ class MetricsFile:
         self._path = path
         cut = path.with_name(f".{path.name}.tmp")
         with named(path):
-            kept = [line for line in _lines(path) if _step_of(line) <= after_step]
-            cut.write_text("".join(f"{line}\n" for line in kept))
+            with cut.open("wb") as file:
+                file.writelines(line for line in _lines(path) if _step_of(line) <= after_step)
             cut.replace(path)  # atomic: a process killed here leaves the old rows or the new ones
             self._file = path.open("a")
 
@@ -252,16 +254,21 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _lines(path: Path) -> list[str]:
+def _lines(path: Path) -> Iterator[bytes]:
     """All complete lines."""
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return text.splitlines()[: text.count("\n")]
-
-
-def _step_of(line: str) -> float:
     try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # damaged: dropped
+        yield from (line for line in read_lines(path) if line.endswith(b"\n"))
+    except FileNotFoundError:
+        return
+    except BadFileError as error:
+        raise OffstageError(
+            f"{path} could not be written: {error}. Move it away, and run the same command again."
+        ) from error
+
+
+def _step_of(line: bytes) -> float:
+    try:
+        step = parse_object(line).get("step")
+    except BadFileError:
+        step = None
+    return step if type(step) is int else math.inf  # damaged: dropped

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from offstage import OffstageError
+from offstage.train.reading import BadFileError, read_object
 
 
 class RunFolder:
@@ -71,10 +72,9 @@ class RunFolder:
     def read_json(self, path: Path) -> dict[str, Any]:
         """What `write_json` wrote; empty if the file is missing or damaged."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            return read_object(path)
+        except (FileNotFoundError, BadFileError):
             return {}
-        return found if isinstance(found, dict) else {}
 
     def append_sample(self, step: int, prompt: bytes, written: bytes) -> None:
         """Add to samples.txt: the prompt in brackets, and bytes that are not UTF-8 as escapes."""

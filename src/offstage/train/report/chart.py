@@ -46,9 +46,11 @@ class Axis:
 
 def value_axis(label: str, values: Sequence[float], *, zero: bool = False, scale: float = 1.0, parts: int = 5) -> Axis:
     """From one round number to another, with all of `values` between, in about `parts`; `zero`: from 0 on."""
-    low, high = 0.0 if zero else min(values) / scale, max(values) / scale
+    low = 0.0 if zero else min(values) / scale
+    high = max(low, max(values) / scale)
     if high - low < 1e-9 * max(1e-9, abs(high)):
-        low, high = (0.0, 1.0) if not high else (low if zero else low - 0.5, high + 0.5)
+        half = max(0.5, 1e-9 * abs(high))  # of a large number, as much as can be told apart
+        low, high = (0.0, 1.0) if not high else (low if zero else low - half, high + half)
     step = _round_step((high - low) / parts, whole=False)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return Axis(label, first * step * scale, last * step * scale, scale, parts=last - first)
@@ -85,7 +87,9 @@ def _round_step(least: float, *, whole: bool) -> float:
 
 
 def tick_text(value: float, ticks: Sequence[float]) -> str:
-    """As few decimals as show all ticks as they are."""
+    """As few decimals as show all ticks as they are; powers of ten where digits would fill the figure."""
+    if max(abs(ticks[0]), abs(ticks[-1])) >= 1e15:
+        return f"{value:.3g}"
     smallest = min((b - a for a, b in pairwise(ticks)), default=1.0)
     decimals = next((n for n in range(9) if all(abs(round(t, n) - t) < 1e-6 * smallest for t in ticks)), 9)
     return f"{value:,.{decimals}f}"

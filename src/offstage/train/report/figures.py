@@ -21,7 +21,7 @@ from offstage.train.report.chart import (
     value_axis,
 )
 from offstage.train.report.recorded import Recorded
-from offstage.train.timeline import COLLECTIVES, COMPUTE, OTHER
+from offstage.train.timeline import COLLECTIVES, COMPUTE, MOST_SPANS, OTHER, merged
 
 LANES = {
     COMPUTE: ("model", "model"),
@@ -37,6 +37,9 @@ LANES = {
 """Label and colour of each lane, in the order of rows."""
 _SMALL: dict[str, Any] = {"width": 400.0, "height": 190.0}
 _MOST_BUSY_BINS = 40
+_MOST_PHASES = 300
+_MOST_POINTS = 800
+"""Of the memory and link figures: about one for each unit of their width."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,9 @@ def loss(run: Recorded) -> Figure | None:
         what = f"training (mean and range of {each} steps)" if each > 1 else "training"
         keys.append(Key("train", what, f"{train[-1][1]:.4f}", "line"))
     if evaluated:
-        chart.line(evaluated, "eval")
-        chart.dots(evaluated, "eval")
+        points = [(x, mean) for x, mean, _, _ in thinned(evaluated)]
+        chart.line(points, "eval")
+        chart.dots(points, "eval")
         keys.append(Key("eval", "evaluation", f"{evaluated[-1][1]:.4f}", "line"))
     skipped = [row["step"] for row in run.rows if row.get("skipped")]
     caption = "Values beside the names are the last ones."
@@ -148,10 +152,11 @@ def memory(run: Recorded) -> Figure | None:
     high = max(max(total), peak or 0.0)
     chart = Chart(_iteration_axis(run, times[-1]), bytes_axis("device memory", [high]), height=330, names=_phases(run))
     _shade_phases(chart, run)
-    below = [0.0] * len(times)
+    drawn = _highest_of_neighbours(total)
+    below = [0.0] * len(drawn)
     for owner in owners:
-        above = [a + b for a, b in zip(below, sizes[owner], strict=True)]
-        lower, upper = list(zip(times, below, strict=True)), list(zip(times, above, strict=True))
+        above = [a + sizes[owner][i] for a, i in zip(below, drawn, strict=True)]
+        lower, upper = ([(times[i], y) for i, y in zip(drawn, ys, strict=True)] for ys in (below, above))
         chart.area(lower, upper, owner)
         below = above
     highest = total.index(max(total))
@@ -159,12 +164,19 @@ def memory(run: Recorded) -> Figure | None:
     if peak is not None:
         chart.level(peak, "ink")
         keys.append(Key("ink", "peak of the whole run", format_size(peak), "line dashed"))
-    where = (seen.get("where") or [""] * len(times))[highest]
+    where = seen["where"][highest]
     caption = (
         f"Most at once: {format_size(total[highest])}, seen at “{where}”. Sizes beside the names are those at that "
         f"moment. {_what_activations_are(run)}"
     )
     return Figure(chart.svg("Device memory by owner over one iteration"), keys, caption)
+
+
+def _highest_of_neighbours(values: Sequence[float]) -> list[int]:
+    """Positions of at most `_MOST_POINTS` values, the highest of all among them. Fewer values all stay."""
+    size = -(-len(values) // _MOST_POINTS)
+    parts = (range(start, min(start + size, len(values))) for start in range(0, len(values), size))
+    return [max(part, key=values.__getitem__) for part in parts]
 
 
 def _what_activations_are(run: Recorded) -> str:
@@ -196,7 +208,8 @@ def lanes(run: Recorded) -> Figure | None:
         name, color = LANES[lane]
         top = chart.top + row * number + 5.0
         chart.text(left - 8.0, top + 13.0, name, anchor="end")
-        chart.bars([(start, stop) for start, stop, _ in spans[lane]], top, row - 10.0, color)
+        work = spans[lane] if len(spans[lane]) <= MOST_SPANS else merged(sorted(spans[lane]))
+        chart.bars([(start, stop) for start, stop, _ in work], top, row - 10.0, color)
         chart.text(chart.right + 10.0, top + 13.0, busy[lane], kind="quiet")
     lengths = ", ".join(f"{name} {_ms(stop - start)}" for name, start, stop in _phases(run))
     said = [f"{lengths[:1].upper()}{lengths[1:]}."] if lengths else []
@@ -274,7 +287,7 @@ def _end_ms(run: Recorded) -> float:
 
 
 def _phases(run: Recorded) -> list[tuple[str, float, float]]:
-    return [(one["name"], one["start_ms"], one["stop_ms"]) for one in run.observed.get("phases") or []]
+    return [(one["name"], one["start_ms"], one["stop_ms"]) for one in (run.observed.get("phases") or [])[:_MOST_PHASES]]
 
 
 def _shade_phases(chart: Chart, run: Recorded) -> None:

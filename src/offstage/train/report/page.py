@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page: sections in reading order, each with its content or the reason why it is missing."""
+"""The page: sections in reading order, each with its content or the reason why it is missing.
+
+Every text of the run is escaped, and cut where it is long: whatever the files hold, the page has no scripts and at most
+`MOST_PAGE_BYTES`.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from offstage import __version__
+from offstage import OffstageError, __version__
 from offstage.train.report import figures, tables
 from offstage.train.report.figures import Figure
 from offstage.train.report.recorded import Recorded
@@ -16,16 +22,33 @@ from offstage.train.report.style import css
 _NOT_OBSERVED = (
     "The run has no observed.json: it ended before the observed step (run.observe_step), or observing was switched off."
 )
+MOST_PAGE_BYTES = 3 * 2**20
+"""What follows from the limits below and from those of the figures; a usual page has less than a tenth of it."""
+_MOST_TEXT, _MOST_CELL, _MOST_ITEM = 64 * 2**10, 2000, 400
+"""Characters of a file, of a cell of a table, and of a problem."""
+_MOST_ROWS, _MOST_ITEMS = 40, 30
+_CONTROLS = re.compile(r"[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that HTML does not have: controls and halves of surrogate pairs."""
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""No browser runs or loads anything for this page."""
 
 
 def write_report(folder: Path) -> Path:
     """Write `folder`/report.html from the files of the run in `folder`, and return its path."""
     folder = Path(folder)
-    page = make_page(Recorded.read(folder))
-    path = folder / "report.html"
-    temporary = folder / ".report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
-    temporary.replace(path)
+    page = make_page(Recorded.read(folder)).encode()
+    path, temporary = folder / "report.html", folder / ".report.html.tmp"
+    try:
+        temporary.unlink(missing_ok=True)
+        # A link that has this name is not followed: the folder may be a stranger's.
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+            file.write(page)
+        temporary.replace(path)
+    except OSError as error:
+        raise OffstageError(
+            f"{path} could not be written: {error.strerror or error}. Make room for it, or copy the run's folder to "
+            "where you may write."
+        ) from error
     return path
 
 
@@ -33,8 +56,9 @@ def make_page(run: Recorded) -> str:
     """The whole document, without scripts or external resources."""
     body = [_head(run), _problems(run), _loss(run), _over_the_run(run), _memory(run), _lanes(run), _link_and_cpu(run)]
     body += [_plan(run), _receipt(run), _sample(run), _configuration(run)]
-    return (
+    page = (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f'<link rel="icon" href="data:,">\n<title>{escape(run.name)} · offstage</title>\n<style>{css()}</style>\n'
@@ -42,6 +66,7 @@ def make_page(run: Recorded) -> str:
         f"<footer>Written by offstage {escape(__version__)} from the files of the run’s folder.</footer>\n"
         "</main>\n</body>\n</html>\n"
     )
+    return _CONTROLS.sub("\ufffd", page)
 
 
 # Sections #
@@ -58,7 +83,10 @@ def _problems(run: Recorded) -> str:
     noted = [f"While observing: {note}." for note in run.observed.get("notes") or []]
     if not run.problems and not noted:
         return ""
-    items = "".join(f"<p>{escape(text)}</p>" for text in (*run.problems, *noted))
+    texts = [*run.problems, *noted]
+    items = "".join(f"<p>{_escaped(text, _MOST_ITEM)}</p>" for text in texts[:_MOST_ITEMS])
+    if len(texts) > _MOST_ITEMS:
+        items += f"<p>And {len(texts) - _MOST_ITEMS:,} more.</p>"
     return f'<section class="problems"><h2>Not complete</h2>{items}</section>\n'
 
 
@@ -157,19 +185,31 @@ def _legend(figure: Figure) -> str:
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:
-    cells = "".join(f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>' for name, value in rows)
+    cells = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{_escaped(value, _MOST_CELL)}</td></tr>'
+        for name, value in rows[:_MOST_ROWS]
+    )
     return f"<table><tbody>{cells}</tbody></table>"
 
 
 def _toml(text: str) -> str:
     """In columns, broken between tables only."""
-    blocks = "".join(f"<span>{escape(block.strip())}\n</span>" for block in text.split("\n\n") if block.strip())
+    shown = _cut(text, _MOST_TEXT).split("\n\n")
+    blocks = "".join(f"<span>{escape(block.strip())}\n</span>" for block in shown if block.strip())
     return f'<pre class="columns">{blocks}</pre>'
 
 
 def _code(text: str, *, kind: str = "plain") -> str:
-    return f'<pre class="{kind}">{escape(text.rstrip())}</pre>'
+    return f'<pre class="{kind}">{_escaped(text.rstrip(), _MOST_TEXT)}</pre>'
 
 
 def _missing(text: str) -> str:
     return f'<p class="missing">{escape(text)}</p>'
+
+
+def _escaped(text: str, most: int) -> str:
+    return escape(_cut(text, most))
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)"

@@ -6,17 +6,42 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from offstage import ConfigError, Plan
+from offstage.optimizer.receipt import Receipt
+from offstage.train import metrics
 from offstage.train.observe import VERSION
+from offstage.train.reading import BadFileError, parse_object, read_bytes, read_lines, read_object, read_tail
+from offstage.train.report.shapes import (
+    Shape,
+    fields_of,
+    list_of,
+    mapping,
+    number,
+    optional,
+    plain,
+    record,
+    refuse,
+    shapes_of,
+    shown,
+    text,
+    whole,
+)
 from offstage.train.run_folder import RunFolder
+from offstage.train.timeline import NUM_BINS
 
 Row = dict[str, Any]
+MOST_ROWS = 50_000
+"""Kept of metrics.jsonl: of a longer run only each second row, each fourth, and so on."""
+_MOST_SAMPLE_BYTES = 16 * 2**10
+_SHOWN_LINES, _SHOWN_CHARACTERS = 5, 120
+"""Of the lines that are no rows."""
 _SAMPLE = re.compile(r"^(?=--- step \d+ ---$)", re.MULTILINE)
 """Where an entry of samples.txt begins."""
 
@@ -48,16 +73,17 @@ class Recorded:
                 f"{found}. Name the folder that `offstage train` wrote (run.folder)."
             )
         problems: list[str] = []
-        run = _json(files.run, problems)
+        about = fields_of(_object(files.run, problems), _RUN, problems, files.run.name)
+        receipt = _object(files.receipt, problems)
         return cls(
             name=folder.resolve().name,
-            config=_text(files.config),
-            run=run,
-            rows=tuple(counting(_rows(files.metrics, problems))),
-            receipt=_json(files.receipt, problems),
+            config=_text(files.config, read_bytes, problems),
+            run=about,
+            rows=tuple(_rows(files.metrics, problems)),
+            receipt=fields_of(receipt, shapes_of(Receipt), problems, files.receipt.name, others=plain()),
             observed=_observed(files.observed, problems),
-            plan=_plan(run.get("plan"), problems),
-            sample=_SAMPLE.split(_text(files.samples))[-1].strip(),
+            plan=_plan(about.get("plan"), problems),
+            sample=_SAMPLE.split(_text(files.samples, _read_sample, problems))[-1].strip(),
             problems=tuple(problems),
         )
 
@@ -78,18 +104,30 @@ class Recorded:
         return max((value for _, value in self.series(name)), default=None)
 
 
-def counting(rows: Iterable[Row]) -> list[Row]:
-    """The rows that count, of a file to which resumed runs were appended.
+def counting(rows: Iterable[Row], most: int = MOST_ROWS) -> tuple[list[Row], int]:
+    """The rows that count, of a file to which resumed runs were appended, and of how many steps one was kept.
 
     A run resumed from a checkpoint repeats the steps after it: earlier rows of these steps, and of all later ones, no
-    longer belong to the run.
+    longer belong to the run. Of more than `most` rows, those of each second step go, and so on; evaluations, skipped
+    steps and the last one stay as long as there is room.
     """
     kept: list[Row] = []
+    every = 1
+
+    def stays(row: Row) -> bool:
+        return row["step"] % every == 0 or "eval_loss" in row or bool(row.get("skipped"))
+
     for row in rows:
         while kept and kept[-1]["step"] >= row["step"]:
             kept.pop()
+        if kept and not stays(kept[-1]):
+            kept.pop()
         kept.append(row)
-    return kept
+        if len(kept) > most:
+            every *= 2
+            fewer = [one for one in kept[:-1] if stays(one)]
+            kept = (fewer if len(fewer) <= 3 * most // 4 else fewer[::2]) + kept[-1:]
+    return kept, every
 
 
 def is_number(value: Any) -> bool:
@@ -97,50 +135,145 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+# Shapes #
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} could not be read ({error}); its parts are missing here.")
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _observed(path: Path, problems: list[str]) -> dict[str, Any]:
-    found = _json(path, problems)
-    if found and found.get("version") != VERSION:
-        problems.append(f"{path.name} has version {found.get('version')!r}, and this page shows {VERSION}.")
-        return {}
+def _memory(value: Any, where: str) -> Any:
+    known = {"ms": list_of(number()), "bytes": mapping(list_of(whole())), "where": list_of(text())}
+    found = record(known)(value, where)
+    for name, sizes in {**found["bytes"], "where": found["where"]}.items():
+        if len(sizes) != len(found["ms"]):
+            raise refuse(f"{where}.{name}", f"a list of {len(found['ms'])}, like ms", sizes)
     return found
 
 
+def _cpu(value: Any, where: str) -> Any:
+    known = {"ms": list_of(number()), "cores": list_of(number()), "available": number(0, 1e9)}
+    found = record(known)(value, where)
+    times = found["ms"]
+    if any(b < a for a, b in pairwise(times)) or len(times) != len(found["cores"]) + 1:
+        raise refuse(f"{where}.ms", "times in order, one more than cores", times)
+    return found
+
+
+def _plan_fields(value: Any, where: str) -> Any:
+    """With all its fields: `Plan.from_json` refuses those that it does not know."""
+    record(shapes_of(Plan), shapes_of(Plan).keys())(value, where)
+    return value
+
+
+_NUMBER, _WORDS = number(), text(200)
+_PHASE = record({"name": _WORDS, "start_ms": _NUMBER, "stop_ms": _NUMBER})
+_BINS = list_of(whole(), NUM_BINS)
+_OBSERVED: dict[str, Shape] = {
+    "step": optional(whole()),
+    "device": _WORDS,
+    "end_ms": _NUMBER,
+    "phases": list_of(_PHASE),
+    "memory": _memory,
+    "lanes": mapping(list_of(list_of(_NUMBER, 3))),
+    "busy_ms": mapping(_NUMBER),
+    "link": optional(record({"bin_ms": number(1e-9), "up_bytes": _BINS, "down_bytes": _BINS})),
+    "cpu": optional(_cpu),
+    "notes": list_of(text()),
+}
+"""observed.json, as `Observer.observed` makes it."""
+_RUN: dict[str, Shape] = {
+    "command": plain(),
+    "started": _WORDS,
+    "versions": plain(),
+    "machine": plain(),
+    "world": plain(),
+    "parameters": whole(),
+    "tokens_per_step": whole(),
+    "plan": _plan_fields,
+}
+"""run.json, as `run_info` makes it."""
+_ROW: dict[str, Shape] = {name: optional(shape) for name, shape in shapes_of(metrics.Row).items()}
+_ROW["step"] = whole(0, 2**48)
+"""A line of metrics.jsonl."""
+
+
+# Files #
+
+
+def _object(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
+    except BadFileError as error:
+        problems.append(f"{path.name} could not be read ({error}); its parts are missing here.")
+        return {}
+
+
+def _text(path: Path, read: Callable[[Path], bytes], problems: list[str]) -> str:
+    try:
+        return read(path).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    except BadFileError as error:
+        problems.append(f"{path.name} could not be read ({error}); it is missing here.")
+        return ""
+
+
+def _read_sample(path: Path) -> bytes:
+    return read_tail(path, _MOST_SAMPLE_BYTES)
+
+
+def _observed(path: Path, problems: list[str]) -> dict[str, Any]:
+    found = _object(path, problems)
+    if found and found.get("version") != VERSION:
+        problems.append(f"{path.name} has version {shown(found.get('version'))}, and this page shows {VERSION}.")
+        return {}
+    return fields_of(found, _OBSERVED, problems, path.name)
+
+
 def _rows(path: Path, problems: list[str]) -> list[Row]:
-    rows: list[Row] = []
-    lines: Sequence[str] = _text(path).splitlines()
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):  # not the last one, in which a run may have been killed
-                problems.append(f"Line {number} of {path.name} is not a row, and is left out.")
-    return rows
+    """The rows that count; lines that are none are counted, and the first of them shown."""
+    bad: list[str] = []
+    num_bad = 0
+
+    def rows() -> Iterator[Row]:
+        nonlocal num_bad
+        for position, line in enumerate(read_lines(path), 1):
+            try:
+                yield _row(parse_object(line))
+            except BadFileError as error:
+                if not line.endswith(b"\n"):
+                    continue  # the last one, in which a run may have been killed
+                num_bad += 1
+                if num_bad <= _SHOWN_LINES:
+                    start = line[: 4 * _SHOWN_CHARACTERS].decode("utf-8", errors="replace")[:_SHOWN_CHARACTERS].strip()
+                    bad.append(f"Line {position} of {path.name} is not a row, and is left out ({error}): {start}")
+
+    kept: list[Row] = []
+    try:
+        kept, every = counting(rows())
+        if every > 1:
+            problems.append(f"{path.name} has more than {MOST_ROWS:,} rows: of {every} steps one is shown.")
+    except FileNotFoundError:
+        pass
+    except BadFileError as error:
+        problems.append(f"{path.name} could not be read ({error}); its steps are missing here.")
+    problems += bad
+    if num_bad > len(bad):
+        problems.append(f"{num_bad - len(bad):,} more lines of {path.name} are not rows, and are left out.")
+    return kept
+
+
+def _row(values: Mapping[str, Any]) -> Row:
+    found = record(_ROW, _ROW.keys() - {"step"})(values, "row")
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _plan(values: Any, problems: list[str]) -> Plan | None:
     if not values:
         return None
     try:
+        if len(values.get("sizes", ())) != len(values.get("placements", ())):
+            raise refuse("plan.placements", "one for each of plan.sizes", values.get("placements"))
         return Plan.from_json(json.dumps(values))
-    except ConfigError as error:
+    except (ConfigError, BadFileError) as error:
         problems.append(f"The plan in run.json could not be read ({error}).")
         return None
