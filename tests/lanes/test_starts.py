@@ -61,7 +61,6 @@ PLACES = {
     "checkpoint/saving.py:async_save": "save in the background",
     "checkpoint/threads.py:in_threads": "save",
     "cli/main.py:_ask": "bench",
-    "engine/snapshot.py:Snapshot._read": "save in the background",
     "engine/snapshot.py:Snapshot.wait": "save in the background",
     "engine/transport.py:_threads_near": "offload",
     "lanes/accelerator.py:AcceleratorLanes.__init__": "offload",

@@ -54,6 +54,7 @@ from offstage.errors import CheckpointError, HostMemoryError, OffstageError
 from offstage.memory.arena import check_host_memory
 from offstage.memory.claims import Claim
 from offstage.memory.interrupts import deferred_interrupts
+from offstage.memory.threads import Latch
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 
 logger = logging.getLogger("offstage")
@@ -93,7 +94,7 @@ class AsyncSave:
 
     def __init__(self) -> None:
         self.folder = Path()
-        self._over = threading.Event()
+        self._over = Latch()
         self._error: BaseException | None = None
         self._snapshots: dict[int, Snapshot] = {}
         self._staging: SnapshotStaging | None = None
@@ -111,7 +112,7 @@ class AsyncSave:
 
     def done(self) -> bool:
         """Whether the save has ended, successfully or not."""
-        return self._over.is_set()
+        return self._over.is_set
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the save has ended, successfully or not."""

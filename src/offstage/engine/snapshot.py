@@ -25,6 +25,7 @@ import torch
 
 from offstage.lanes.lanes import Lanes, Mark
 from offstage.memory.arena import Arena, map_exact
+from offstage.memory.threads import Latch
 from offstage.planning.layout import Chunk, Layout, Piece
 
 
@@ -72,7 +73,7 @@ class Snapshot:
             for piece in chunk.pieces:
                 self._pieces.setdefault(piece.index, []).append((piece, chunk))
         self._held_bytes = 0
-        self._over = threading.Event()
+        self._over = Latch()
 
     # For the side that overwrites
 

@@ -7,10 +7,13 @@ be started do all of it, and where there is none, the caller does.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
@@ -23,7 +26,7 @@ _LOOK_EVERY_S = 0.5
 
 
 class Latch:
-    """What one thread sets, once, and others wait for.
+    """What one thread sets and others wait for.
 
     `threading.Event` is not for waits that Ctrl-C may end: it arrives between the lines of `Condition.wait` too, which
     then releases a lock that it does not have, or keeps one that the setting thread needs.
@@ -35,16 +38,23 @@ class Latch:
         self._unset.acquire()
 
     def set(self) -> None:
+        """From now on no wait waits. May be called again."""
         self.is_set = True
-        self._unset.release()
+        self._let_go()
 
-    def wait(self) -> None:
-        """Return when it is set."""
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return when it is set, or after `timeout` seconds; whether it is set."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
         # Not without looking now and then: a signal that comes just before the thread falls asleep does not wake it,
         # and one that comes just after it has taken the lock lets it keep the lock.
-        while not self.is_set:
-            if self._unset.acquire(timeout=_LOOK_EVERY_S):
-                self._unset.release()
+        while not self.is_set and (left := end - time.monotonic()) > 0:
+            if self._unset.acquire(timeout=min(left, _LOOK_EVERY_S)):
+                self._let_go()
+        return self.is_set
+
+    def _let_go(self) -> None:
+        with contextlib.suppress(RuntimeError):  # another thread has let it go already
+            self._unset.release()
 
 
 def start_some(threads: Iterable[threading.Thread], wanted: int) -> list[threading.Thread]:

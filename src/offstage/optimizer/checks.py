@@ -69,8 +69,8 @@ def check_saved_options(
             kind([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **options)
         except Exception as error:  # each class has its own way to refuse an option
             raise ConfigError(
-                f"Saved parameter group {number} has options that {kind.__name__} does not take: {error}. Use another "
-                "checkpoint, or correct the options in its state dict."
+                f"Saved parameter group {number}: expected options that {kind.__name__} takes; found {str(error)[:200]}. "
+                "Use another checkpoint, or correct the options in its state dict."
             ) from error
 
 
