@@ -82,7 +82,7 @@ def test_options_that_the_class_does_not_take(name, value, tmp_path):
     def change(saved):
         saved["param_groups"][0][name] = value
 
-    refused_by_both(tmp_path, change, change, "group 0", "AdamW does not take")
+    refused_by_both(tmp_path, change, change, "group 0", "expected options that AdamW takes")
 
 
 def test_options_that_are_missing(tmp_path):

@@ -68,9 +68,10 @@ def check_saved_options(
             options = {name: _as_floats(group[name]) for name in known}
             kind([torch.zeros(1, 1, dtype=torch.float32, device="cpu")], **options)
         except Exception as error:  # each class has its own way to refuse an option
+            found = " ".join(str(error).split())[:200]
             raise ConfigError(
-                f"Saved parameter group {number}: expected options that {kind.__name__} takes; found {str(error)[:200]}. "
-                "Use another checkpoint, or correct the options in its state dict."
+                f"Saved parameter group {number}: expected options that {kind.__name__} takes; found {found}. Use "
+                "another checkpoint, or correct the options in its state dict."
             ) from error
 
 
