@@ -246,7 +246,9 @@ class _Objects:
         if about.end * about.dtype.itemsize > storage.nbytes():
             raise Refused(f"{storage.nbytes()} bytes of data, of which a tensor needs {about.end} elements")
         try:
-            tensor = torch.empty(0, dtype=about.dtype).set_(storage, about.offset, about.size, about.strides)
+            tensor = torch.empty(0, dtype=about.dtype, device="cpu").set_(
+                storage, about.offset, about.size, about.strides
+            )
             return tensor.requires_grad_(about.requires_grad)
         except RuntimeError as error:  # a dtype that torch cannot make a tensor of
             raise Refused(f"a tensor of {about.dtype} ({str(error).partition(chr(10))[0]})") from error

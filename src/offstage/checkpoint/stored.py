@@ -105,7 +105,7 @@ class Stored:
                 f"chunks. {_USE_ANOTHER}"
             )
         try:
-            into = torch.empty(shape, dtype=dtype)
+            into = torch.empty(shape, dtype=dtype, device="cpu")
             self.read(name, box, into)
         except CheckpointError:
             raise

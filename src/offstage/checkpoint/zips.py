@@ -138,7 +138,7 @@ class Archive:
         """The content of a record of data."""
         start, nbytes = self.place(f"data/{key}")
         try:
-            data = torch.empty(nbytes, dtype=torch.uint8)
+            data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # as long as the file says that it is, and it may be sparse
             raise Refused(f"{nbytes} bytes of data, for which there is no memory") from error
         self._source.read_into(memory_of(data), self._offset + start)

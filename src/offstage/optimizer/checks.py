@@ -184,13 +184,13 @@ def _check_runs(params: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The addresses of the tensor's contiguous runs, and the bytes of each."""
     length = tensor.itemsize
-    starts = torch.tensor([tensor.data_ptr()], device="cpu")
+    starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64, device="cpu")
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         step = stride * tensor.itemsize
         if len(starts) == 1 and step <= length:
             length += (size - 1) * step
         else:
-            starts = (starts[:, None] + torch.arange(size, device="cpu") * step).flatten()
+            starts = (starts[:, None] + torch.arange(size, dtype=torch.int64, device="cpu") * step).flatten()
     return starts, length
 
 
