@@ -133,7 +133,8 @@ class ActivationOffload:
         is_auto = config.layers == "auto"
         self._measurements = LayerMeasurements(model, self._layers, config, self._any_device) if is_auto else None
         self._weights = self._move_weights(model) if config.weights else None
-        self._bind(model)
+        with self._turn:  # a forward that begins meanwhile, in another thread, has all of the hooks or none
+            self._bind(model)
         model._offstage_activations = ModelAnchor(self)  # type: ignore[assignment]
         logger.info("activations: %d layers", len(self._layers))
 
@@ -238,7 +239,8 @@ class ActivationOffload:
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
         with self._turn:
-            self._begin_forward()
+            if self._handles:  # not removed while this forward was beginning: its end would not be seen
+                self._begin_forward()
 
     def _begin_forward(self) -> None:
         self._forget_interrupted()
@@ -280,6 +282,8 @@ class ActivationOffload:
 
     def _end(self, *_: Any) -> None:
         """The model's forward ends, or has raised."""
+        if not self._forwards:  # it began before these hooks were there
+            return
         forward = self._forwards.pop()
         del forward.frame
         if forward.hooks is not None:
