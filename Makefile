@@ -25,7 +25,7 @@ lint: $(STAMP)
 
 # Two processes, a file each: the files share what they set up.
 test: lint
-	$(RUN) -m pytest -q -n 2 --dist loadfile
+	$(RUN) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests/gpu

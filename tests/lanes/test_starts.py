@@ -44,7 +44,7 @@ from tests.support.training import same_bits
 
 SECONDS = 10.0
 """More than any of these takes, and less than a test may."""
-MOST_STEPS, MOST_ELSEWHERE = 14, 4
+MOST_STEPS, MOST_ELSEWHERE = 9, 3
 """How many steps of a scenario get Ctrl-C: in the files of its places, and in all others."""
 
 STARTS = {
