@@ -59,8 +59,8 @@ def check_saved_options(
     for number, group in enumerate(groups):
         if missing := [name for name in known if name not in group]:
             raise ConfigError(
-                f"Saved parameter group {number} lacks {missing}; expected the options of {kind.__name__}: "
-                f"{', '.join(known)}. Load a checkpoint of the same optimizer class."
+                f"Saved parameter group {number} lacks {missing}; expected the options of {kind.__name__}, found "
+                f"{', '.join(sorted(map(str, group)))[:200]}. Load a checkpoint of the same optimizer class."
             )
         try:
             for name in known:
