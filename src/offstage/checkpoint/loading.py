@@ -288,7 +288,8 @@ class _Load:
             if missing:
                 raise CheckpointError(
                     f"{self._stored.folder}: parameter {missing[0]!r} of group {place} is in no saved group; expected "
-                    f"all {len(saved)}, found {len(saved) - len(missing)}. Load a checkpoint of an optimizer for the same parameters."
+                    f"all {len(saved)}, found {len(saved) - len(missing)}. Load a checkpoint of an optimizer for the "
+                    "same parameters."
                 )
             same = groups.get(str(place), {})
             found_in = [by_name[name] for name in saved] or ([same] if not same.get("params", True) else [])
