@@ -18,11 +18,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 import offstage
 from benchmarks import harness, workload
@@ -61,13 +62,12 @@ BY_HAND: dict[str, Mapping[str, Any]] = {
 
 
 class Bench:
-    """One model for all plans; what the device does besides updates is measured first."""
+    """One model, which returns its loss, for all plans; what the device does besides updates is measured first."""
 
-    def __init__(self, size_name: str) -> None:
-        self.size_name = size_name
-        self.model = build(SIZES[size_name])
-        self.num_params = sum(param.numel() for param in self.model.parameters())
-        self._batches = Training(self.model, None, SIZES[size_name]).batches
+    def __init__(self, model: nn.Module, batches: Iterator[torch.Tensor], size_name: str, *, clips: bool) -> None:
+        self.model, self.size_name = model, size_name
+        self.num_params = sum(param.numel() for param in model.parameters())
+        self._batches, self._clips = batches, clips
         self.machine = offstage.measure_machine()
         self.workload = self._measure_workload()
 
@@ -80,26 +80,42 @@ class Bench:
         def both() -> None:
             forward()
             loss.pop().backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+            if self._clips:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
             self.model.zero_grad()
 
         reset_peak()
         iteration = milliseconds(both)
         weights = sum(param.nbytes for param in self.model.parameters())
         other = max(0, peak_bytes() - 2 * weights)
+        self.peak_without_gradients = self._peak_without_gradients(both) - weights
         forward_ms = milliseconds(forward)
         return offstage.Workload(
             forward_ms=round(forward_ms, 1), backward_ms=round(iteration - forward_ms, 1), other_bytes=other
         )
 
+    def _peak_without_gradients(self, both: Callable[[], None]) -> int:
+        """With each gradient freed as it comes."""
+
+        def free(param: torch.Tensor) -> None:
+            param.grad = None
+
+        hooks = [param.register_post_accumulate_grad_hook(free) for param in self.model.parameters()]
+        reset_peak()
+        both()
+        for hook in hooks:
+            hook.remove()
+        return peak_bytes()
+
     def run(self, config: Mapping[str, Any], *, iterations: int) -> Row:
         """Predicted and measured."""
         in_backward = bool(config.get("update_in_backward"))
+        clips = self._clips and not in_backward
         clean_up()
         start = time.perf_counter()
         config = config_for(self.size_name, config)
         optimizer = workload.offloaded(self.model, self.size_name, config)
-        training = Training(self.model, optimizer, SIZES[self.size_name], clip=None if in_backward else "outside")
+        training = Training(self.model, optimizer, SIZES[self.size_name], clip="outside" if clips else None)
         training.batches = self._batches
         try:
             plan = self._predict(optimizer.plan.sizes, OffloadConfig(**config))
@@ -147,6 +163,7 @@ class Bench:
             **more,
             **row,
             "workload": {key: getattr(self.workload, key) for key in ("forward_ms", "backward_ms", "other_bytes")},
+            "peak_without_gradients": self.peak_without_gradients,
             "measured_machine": json.loads(self.machine.to_json()),
         }
 
@@ -192,7 +209,8 @@ def main() -> None:
     others = [word for word in sys.argv[1:] if word.endswith("iB")]
     names = dict.fromkeys(["predictions", *BUDGETS, *others])
     options = harness.parse(harness.command(__doc__), harness.cases_of(names))
-    bench = Bench(options.size)
+    model = build(SIZES[options.size])
+    bench = Bench(model, Training(model, None, SIZES[options.size]).batches, options.size, clips=True)
     print(bench.machine, bench.workload, flush=True)
 
     def measure(case: Case) -> Iterator[Row]:
