@@ -16,7 +16,6 @@ fetches first. DeepSpeed comes from `benchmarks.fetch_peers`.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import statistics
@@ -31,7 +30,7 @@ import torch
 from benchmarks.common import Row, write_row
 from benchmarks.fetch_peers import environment
 from benchmarks.harness import at_least, cases_of, command, parse, run
-from offstage.lanes.host_threads import HostThreads
+from offstage.lanes.host_threads import HostThreads, NativeSlice
 from offstage.rules import adamw_host
 from offstage.rules.master_weights import join
 
@@ -124,6 +123,7 @@ class Offstage:
             master_kind=state.form.master_kind,
             coefficients=self._coefficients,
             prints=None,
+            found=torch.zeros(1, dtype=torch.int64),
             beta1=BETAS[0],
             beta2=BETAS[1],
             weight_decay=WEIGHT_DECAY,
@@ -133,7 +133,7 @@ class Offstage:
             fresh=False,
         )
         numel = state.weight.numel()
-        self._slices = [functools.partial(update, i, min(i + SLICE, numel)) for i in range(0, numel, SLICE)]
+        self._slices = [NativeSlice(lambda: update, i, min(i + SLICE, numel)) for i in range(0, numel, SLICE)]
 
     def step(self) -> None:
         self._steps += 1

@@ -108,6 +108,11 @@ class Engine:
         self._ahead: Iterator[tuple[StateChunk, list[StatePiece]]] = iter(())
         _alive.add(self)
 
+    @property
+    def chunk_bytes(self) -> int:
+        """State that is worth a trip."""
+        return int(self._config.chunk_bytes)
+
     def add(self, states: Sequence[ParamState]) -> None:
         """Give parameters that are not resident their arenas, chunks, and the way there."""
         self._ahead = iter(())
@@ -174,13 +179,12 @@ class Engine:
             round.on_device[state] = lanes.empty(update.weight.nbytes)
             round.old_weights[state] = round.on_device[state].view(update.weight.dtype)
 
-    def advance(self, state: ParamState) -> None:
-        """Update the chunks of `state` for which all gradients are there."""
+    def advance(self, states: Sequence[ParamState]) -> None:
+        """Update what is resident of `states`, and their chunks for which all gradients are there."""
         round = self.round
         assert round is not None
-        if state.placement is Placement.RESIDENT:
-            self._update_resident([round.ready[state]])
-        for chunk in self.arenas.chunks_of.get(state, ()):
+        self._update_resident([round.ready[state] for state in states])
+        for chunk in dict.fromkeys(chunk for state in states for chunk in self.arenas.chunks_of.get(state, ())):
             if all(piece.owner in round.left or _is_idle(piece.owner) for piece in chunk.pieces):
                 self._update_chunk(chunk)
 
@@ -208,14 +212,14 @@ class Engine:
     def _batches(self, updates: Sequence[ParamUpdate]) -> Iterable[list[PieceUpdate]]:
         """Resident parameters, about `chunk_bytes` of state at a time: a rule may need temporary memory for each."""
         batch: list[PieceUpdate] = []
-        room = int(self._config.chunk_bytes)
+        room = self.chunk_bytes
         for update in updates:
             if update.of.placement is Placement.RESIDENT:
                 batch.append(PieceUpdate(update, 0, update.weight.numel(), update.of.resident))
                 room -= update.of.nbytes
                 if room <= 0:
                     yield batch
-                    batch, room = [], int(self._config.chunk_bytes)
+                    batch, room = [], self.chunk_bytes
         if batch:
             yield batch
 

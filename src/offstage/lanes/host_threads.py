@@ -3,12 +3,14 @@
 
 A job is a list of slices that may run at the same time, and something it has to wait for first. Jobs begin in the
 order in which they were given; a thread that finds no slice left in one goes on to the next, so that no thread idles
-at the end of a chunk. Slices release the GIL for nearly all of their time, so threads of Python are enough.
+at the end of a chunk. Compiled slices (`NativeSlice`) run in `NativeThreads`, and threads of Python only wait for what
+such a job waits for, hand its slices over, and say when it is done.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import threading
@@ -18,11 +20,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import TYPE_CHECKING, Protocol, TypeGuard
 
 import torch
 
+from offstage.memory.cpus import stay_on
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.memory.threads import Latch, start_some
+
+if TYPE_CHECKING:
+    from offstage.lanes.native_threads import NativeThreads
 
 _LONGEST_JOIN_S = 10.0
 _NAME = "offstage-host-"
@@ -31,8 +38,40 @@ _collecting: set[int] = set()
 _owners: weakref.WeakKeyDictionary[_Jobs, weakref.ref[HostThreads]] = weakref.WeakKeyDictionary()
 _here = threading.local()
 """`is_host_thread`, in those of this module."""
+_COORDINATORS = 5
+"""Threads of Python for jobs that run natively: one waits for what the next job waits for, each of the others for one
+that runs. There are no more of these at a time than staging buffers."""
 Slice = Callable[[], None]
 Done = Callable[[BaseException | None], None]
+
+
+class Kernel(Protocol):
+    """A compiled function of ``(int64 start, int64 stop, int64 arguments)``, with its arguments."""
+
+    address: int
+    arguments: int
+    """The address of their memory."""
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Call it from Python, without the GIL."""
+
+
+@dataclass(frozen=True, slots=True)
+class NativeSlice:
+    """A slice that needs no interpreter."""
+
+    kernel: Callable[[], Kernel]
+    """The same for all slices of one piece; not called before what the job waits for is there."""
+    start: int
+    stop: int
+
+    def __call__(self) -> None:
+        self.kernel()(self.start, self.stop)
+
+    def ticket(self) -> tuple[int, int, int, int]:
+        """For `NativeThreads`."""
+        kernel = self.kernel()
+        return kernel.address, self.start, self.stop, kernel.arguments
 
 
 @dataclass(eq=False)
@@ -76,7 +115,11 @@ class HostThreads:
         Returns at once.
         """
         with deferred_interrupts():
-            self._start()
+            if _are_native(slices):
+                slices = [functools.partial(_run_natively, self._start_native(), slices)]
+                self._start(min(self.num_threads, _COORDINATORS))
+            else:
+                self._start(self.num_threads)
             self._queue.add(_Job(slices, wait, done))
             if not self._threads:
                 with torch.no_grad():
@@ -93,6 +136,10 @@ class HostThreads:
                 for piece in slices:
                     piece()
             return
+        if _are_native(slices):
+            with self._queue.busy():
+                _run_natively(self._start_native(), slices)
+            return
         over = Latch()
         errors: list[BaseException | None] = []
 
@@ -105,15 +152,23 @@ class HostThreads:
         if errors[0] is not None:
             raise errors[0]
 
-    def _start(self) -> None:
+    def _start(self, wanted: int) -> None:
         """Start the threads that are missing, as far as the system allows it."""
         with self._starting:
             # Daemons: the interpreter joins others before anything else at its exit, when they wait for work.
             missing = (
                 threading.Thread(target=_work, args=(self._queue, self._cpus), name=f"{_NAME}{number}", daemon=True)
-                for number in range(len(self._threads), self.num_threads)
+                for number in range(len(self._threads), wanted)
             )
-            self._threads += start_some(missing, self.num_threads)
+            self._threads += start_some(missing, wanted)
+
+    def _start_native(self) -> NativeThreads:
+        from offstage.lanes.native_threads import NativeThreads  # numba is slow to import
+
+        with self._starting:
+            if self._queue.native is None:
+                self._queue.native = NativeThreads(self.num_threads, self._cpus, _NAME)
+            return self._queue.native
 
 
 class _Jobs:
@@ -125,6 +180,8 @@ class _Jobs:
 
     def __init__(self) -> None:
         self.busy_s = 0.0
+        self.native: NativeThreads | None = None
+        """From the first job on that has native slices."""
         self._jobs: deque[_Job] = deque()
         self._turn = threading.Lock()
         """Held from the moment at which a job is the first one until what it waits for is there."""
@@ -150,7 +207,12 @@ class _Jobs:
 
     def close(self) -> None:
         """Let the threads end, behind all jobs."""
-        self.add(_Job((), _nothing, lambda error: self._next.put(None)))
+        self.add(_Job((), _nothing, self._end))
+
+    def _end(self, error: BaseException | None) -> None:
+        self._next.put(None)
+        if self.native is not None:
+            self.native.close()
 
     def next(self) -> tuple[_Job, int | None] | None:
         """A slice to run; or `None` in its place: wait for what the job waits for. `None`: there will be no more."""
@@ -229,8 +291,10 @@ def _end(queue: _Jobs, threads: list[threading.Thread], owner: int) -> None:
         return  # a forked child has no such threads, and maybe a lock that one of them held
     with deferred_interrupts():
         queue.close()
+        if not threads:
+            queue.work_off()
     if may_wait_for_threads():
-        _join(threads)
+        _join([*threads, *(queue.native.threads if queue.native is not None else ())])
 
 
 def _join(threads: Collection[threading.Thread]) -> None:
@@ -257,12 +321,20 @@ weakref.finalize(_join, _join_at_exit)  # made first, so it runs behind all othe
 def _work(queue: _Jobs, cpus: Collection[int] | None) -> None:
     _here.is_host_thread = True
     torch.set_grad_enabled(False)  # as in step(); this too is the thread's own
-    if cpus is not None:
-        with contextlib.suppress(OSError):  # the process may have lost them since: slower, otherwise the same
-            os.sched_setaffinity(0, cpus)  # of this thread
+    stay_on(cpus)
     while (found := queue.next()) is not None:
         queue.do(*found)
         del found  # an idle thread keeps nothing alive
+
+
+def _are_native(slices: Sequence[Slice]) -> TypeGuard[Sequence[NativeSlice]]:
+    return bool(slices) and all(isinstance(one, NativeSlice) for one in slices)
+
+
+def _run_natively(native: NativeThreads, slices: Sequence[NativeSlice]) -> None:
+    if not native.run([one.ticket() for one in slices]):
+        for one in slices:
+            one()
 
 
 def _error_of(act: Callable[[], None]) -> BaseException | None:

@@ -8,10 +8,11 @@ The roots of sysfs, procfs and the cgroup hierarchy are arguments, so that tests
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -30,6 +31,13 @@ _RANK_COUNTS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_
 def affinity() -> frozenset[int]:
     """The CPUs this process may run on."""
     return frozenset(os.sched_getaffinity(0))
+
+
+def stay_on(cpus: Collection[int] | None) -> None:
+    """Let the calling thread run on `cpus` only, if there are any given."""
+    if cpus is not None:
+        with contextlib.suppress(OSError):  # the process may have lost them since: slower, otherwise the same
+            os.sched_setaffinity(0, cpus)
 
 
 def usable_cpus(cpus: frozenset[int] | None = None, *, cgroup: Path = CGROUP, membership: Path = MEMBERSHIP) -> int:

@@ -179,7 +179,7 @@ def _update(state: Sequence[torch.Tensor]) -> None:
     _prepare(state)(0, state[0].numel())
 
 
-def _prepare(state: Sequence[torch.Tensor]) -> Callable[[int, int], int]:
+def _prepare(state: Sequence[torch.Tensor]) -> adamw_host.Prepared:
     weight, grad, exp_avg, exp_avg_sq, master = state
     return adamw_host.prepare(
         weight,
@@ -191,6 +191,7 @@ def _prepare(state: Sequence[torch.Tensor]) -> Callable[[int, int], int]:
         master_kind="fp32",
         coefficients=torch.tensor([1e-6, 1e-5, 1.0], dtype=torch.float32, device="cpu"),
         prints=None,
+        found=torch.zeros(1, dtype=torch.int64, device="cpu"),
         beta1=0.9,
         beta2=0.95,
         weight_decay=0.1,

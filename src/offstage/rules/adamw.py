@@ -17,6 +17,7 @@ import torch
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
+from offstage.lanes.host_threads import Kernel, NativeSlice, Slice
 from offstage.lanes.lanes import on_device
 from offstage.rules.rule import (
     MASTER_KEY,
@@ -48,6 +49,7 @@ class AdamRule(Rule):
         self._decoupled = decoupled
         self._scratch: dict[torch.device, _Scratch] = {}
         self._making = threading.Lock()
+        self._found = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     def keys(self, param: torch.Tensor, group: dict[str, Any]) -> tuple[StateKey, ...]:
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -149,15 +151,15 @@ class AdamRule(Rule):
         if prints is not None and update.updated == update.weight.numel():
             scratch.kernels.fingerprint(update.weight, prints[0])
 
-    def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
+    def slices(self, pieces: Sequence[PieceUpdate]) -> Sequence[Slice]:
         return [
-            functools.partial(self._run, once, start, min(start + _SLICE, piece.stop - piece.start))
+            NativeSlice(once, start, min(start + _SLICE, piece.stop - piece.start))
             for piece in pieces
             for once in (_Once(functools.partial(self._prepare, piece)),)
             for start in range(0, piece.stop - piece.start, _SLICE)
         ]
 
-    def _prepare(self, piece: PieceUpdate) -> Callable[[int, int], int]:
+    def _prepare(self, piece: PieceUpdate) -> Kernel:
         """The update of `piece` on the host. The coefficients are the device's own floats."""
         from offstage.rules import adamw_host
 
@@ -174,6 +176,7 @@ class AdamRule(Rule):
             master_kind=kind,
             coefficients=scratch.host_row(update),
             prints=scratch.host_prints(update.of)[:2] if kind == "split" else None,
+            found=self._found,
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
             weight_decay=float(group["weight_decay"]),
@@ -183,8 +186,9 @@ class AdamRule(Rule):
             fresh=update.fresh,
         )
 
-    def _run(self, prepared: _Once, start: int, stop: int) -> None:
-        self.count_external(prepared()(start, stop))
+    @property
+    def external_on_host(self) -> int:
+        return int(self._found)
 
     def weights_up(self, device: torch.device, update: ParamUpdate) -> None:
         if update.of.master_kind == "split":
@@ -343,12 +347,12 @@ class _Scratch:
 class _Once:
     """Prepared by the first of several threads: not before the round has begun on its lane."""
 
-    def __init__(self, prepare: Callable[[], Callable[[int, int], int]]) -> None:
+    def __init__(self, prepare: Callable[[], Kernel]) -> None:
         self._prepare = prepare
         self._lock = threading.Lock()
-        self._piece: Callable[[int, int], int] | None = None
+        self._piece: Kernel | None = None
 
-    def __call__(self) -> Callable[[int, int], int]:
+    def __call__(self) -> Kernel:
         with self._lock:
             if self._piece is None:
                 self._piece = self._prepare()

@@ -8,8 +8,7 @@ unsigned integers over sliced arrays: with signed ones LLVM does not vectorise t
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numba
@@ -18,64 +17,13 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.caching import NullCache
 from numba.extending import intrinsic, overload
 
+from offstage.lanes.compiled import compiled, compiled_for_c
 from offstage.rules.denormals import run_flushing
 from offstage.rules.rule import Hyperparameters
 
-logger = logging.getLogger("offstage")
-
 _FACTOR = np.uint64(0x1E3779B97F4A7C15)
-
-
-class _DiskCache:
-    """numba's cache on disk, as long as it can be read and written: it saves seconds and must not cost a step."""
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
-
-    def load_overload(self, *args: Any) -> Any:
-        return self._tried("load_overload", *args)
-
-    def save_overload(self, *args: Any) -> None:
-        self._tried("save_overload", *args)
-
-    def _tried(self, name: str, *args: Any) -> Any:
-        try:
-            return getattr(self._cache, name)(*args)
-        except Exception as error:  # a full disk, a folder that is gone, a file that is cut
-            self._cache = NullCache()
-            _log_no_cache(f"{type(error).__name__}: {error}")
-            return None
-
-
-@functools.cache
-def _log_no_cache(reason: str) -> None:
-    logger.warning(
-        "what numba compiles for updates on the host cannot be kept on disk (%s): every process compiles it again, "
-        "which takes a few seconds. Set NUMBA_CACHE_DIR to a folder that can be written",
-        reason,
-    )
-
-
-def _cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit`, kept on disk where that is possible."""
-
-    def compiled(function: Callable[..., Any]) -> Any:
-        dispatcher = numba.njit(**options)(function)
-        try:
-            dispatcher.enable_caching()
-        except RuntimeError as error:  # neither beside the source nor under the user's home
-            _log_no_cache(str(error).partition(":")[2].strip())
-            return dispatcher
-        dispatcher._cache = _DiskCache(dispatcher._cache)
-        return dispatcher
-
-    return compiled
 
 
 @intrinsic
@@ -189,7 +137,7 @@ def _rounded_to_dtype(array, x):
     return lambda array, x: x
 
 
-@_cached(nogil=True, error_model="numpy")
+@numba.njit(nogil=True, error_model="numpy")
 def _update(
     start, stop, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, expected, observed, fresh,
     coefficients, beta1, beta2, weight_decay, eps, maximize, decoupled,
@@ -267,7 +215,7 @@ def _pass(
     return foreign
 
 
-@_cached(nogil=True)
+@compiled(nogil=True)
 def _fingerprint(weight, start):
     total = np.uint64(0)
     for i in range(np.uint64(weight.size)):
@@ -275,12 +223,107 @@ def _fingerprint(weight, start):
     return np.int64(total)
 
 
-@_cached(nogil=True)
+@compiled(nogil=True)
 def _fingerprint_at(weight, places):
     total = np.uint64(0)
     for i in range(np.uint64(weight.size)):
         total += np.uint64(weight[i]) * ((places[i] * _FACTOR) | np.uint64(1))
     return np.int64(total)
+
+
+# The kernel: [Note: native threads] in `lanes/native_threads.py` says what it has to look like.
+
+_WORDS = (
+    "weight", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "expected", "observed", "coefficients",
+    "found", "fresh", "maximize", "decoupled", "beta1", "beta2", "weight_decay", "eps",
+)  # fmt: skip
+"""The arguments of a kernel, 8 bytes each: addresses, flags, and doubles."""
+_FLOATS = _WORDS.index("beta1")
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any, kind: Any) -> Any:
+    """A pointer to elements of `kind`."""
+    target = types.CPointer(kind.dtype)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(target))
+
+    return target(address, kind), codegen
+
+
+@intrinsic
+def _count(typingctx: Any, address: Any, number: Any) -> Any:
+    """Add to the int64 at `address`, atomically."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+def _array(address, size, kind):
+    """The array of `kind` at `address`; `None` where the kind is."""
+
+
+@overload(_array)
+def _array_of_kind(address, size, kind):
+    if isinstance(kind, types.NoneType):
+        return lambda address, size, kind: None
+    return lambda address, size, kind: numba.carray(_pointer(address, kind), size)
+
+
+_KINDS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.int16}
+
+
+@functools.cache
+def _kernel(weight: Any, grad: Any, first: Any, second: Any, largest: Any, master: Any, low: Any, prints: Any) -> Any:
+    """The kernel for tensors of these kinds, compiled once."""
+    is_int = types.int64
+
+    def kernel(start, stop, address):
+        words = numba.carray(_pointer(address, is_int), len(_WORDS))
+        numbers = numba.carray(_pointer(address, types.float64), len(_WORDS))[_FLOATS:]
+        found = _update(
+            np.int64(start),
+            np.int64(stop),
+            _array(words[0], stop, weight),
+            _array(words[1], stop, grad),
+            _array(words[2], stop, first),
+            _array(words[3], stop, second),
+            _array(words[4], stop, largest),
+            _array(words[5], stop, master),
+            _array(words[5], stop, low),
+            _array(words[6], 1, prints),
+            _array(words[7], 1, prints),
+            words[10] != 0,
+            numba.carray(_pointer(words[8], types.float32), 3),
+            numbers[0],
+            numbers[1],
+            numbers[2],
+            numbers[3],
+            words[11] != 0,
+            words[12] != 0,
+        )
+        if found:
+            _count(words[9], found)
+
+    return compiled_for_c(types.void(types.int64, types.int64, types.int64), kernel)
+
+
+class Prepared:
+    """An update that any thread can make in parts. Threads of Python and native ones: see `NativeSlice`."""
+
+    def __init__(self, kernel: Any, arguments: Any, keeps: Sequence[Any]) -> None:
+        """`keeps`: what the arguments point to."""
+        self.address = int(kernel.address)
+        self.arguments = int(arguments.ctypes.data)
+        self._function, self._keeps = kernel.ctypes, (arguments, *keeps)
+
+    def __call__(self, start: int, stop: int) -> None:
+        """Update elements `[start, stop)`."""
+        run_flushing(False, self._function, start, stop, self.arguments)
 
 
 def prepare(
@@ -294,6 +337,7 @@ def prepare(
     master_kind: str | None,
     coefficients: torch.Tensor,
     prints: Sequence[torch.Tensor] | None,
+    found: torch.Tensor,
     beta1: float,
     beta2: float,
     weight_decay: float,
@@ -301,32 +345,26 @@ def prepare(
     maximize: bool,
     decoupled: bool,
     fresh: bool,
-) -> Callable[[int, int], int]:
-    """A function that updates elements `[start, stop)` of these tensors in place, in any thread.
+) -> Prepared:
+    """The update of these flat tensors, in place.
 
-    It returns how many of the weights were written from outside. Threads take turns with everything but the pass
-    itself, so all that can be done before is done here. `coefficients` and `prints` are read when it is called.
+    It adds to `found` (int64) how many of the weights were written from outside. `coefficients` and `prints` are read
+    when it is made.
     """
-    arguments = (
-        array_of(weight),
-        array_of(grad),
-        array_of(exp_avg),
-        array_of(exp_avg_sq),
-        array_of(max_exp_avg_sq) if max_exp_avg_sq is not None else None,
-        array_of(master) if master_kind == "fp32" else None,
-        array_of(master).view(np.uint16) if master_kind == "split" else None,
-        array_of(prints[0]) if prints is not None else None,
-        array_of(prints[1]) if prints is not None else None,
-        fresh,
-        array_of(coefficients),
-        beta1,
-        beta2,
-        weight_decay,
-        eps,
-        maximize,
-        decoupled,
+    expected, observed = prints[:2] if prints is not None else (None, None)
+    keeps = (weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, expected, observed, coefficients, found)
+    words = np.zeros(len(_WORDS), np.int64)
+    words[: len(keeps)] = [0 if tensor is None else tensor.data_ptr() for tensor in keeps]
+    words[len(keeps) : _FLOATS] = fresh, maximize, decoupled
+    words[_FLOATS:].view(np.float64)[:] = beta1, beta2, weight_decay, eps
+    kinds = [None if tensor is None else _KINDS[tensor.dtype] for tensor in keeps[:5]]
+    kernel = _kernel(
+        *kinds,
+        types.float32 if master_kind == "fp32" else None,
+        types.uint16 if master_kind == "split" else None,
+        types.int64 if prints is not None else None,
     )
-    return lambda start, stop: int(run_flushing(False, _update, start, stop, *arguments))
+    return Prepared(kernel, words, keeps)
 
 
 def update(
@@ -344,11 +382,11 @@ def update(
 
     Returns how many weights were written from outside, and adds it to `foreign`.
     """
-    piece = prepare(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, **options)
-    found = piece(0, weight.numel())
+    found = torch.zeros(1, dtype=torch.int64, device="cpu")
+    prepare(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, found=found, **options)(0, weight.numel())
     if foreign is not None:
         foreign += found
-    return found
+    return int(found)
 
 
 def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperparameters]) -> None:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ import torch
 
 from offstage.config import Placement
 from offstage.errors import ConfigError
+from offstage.lanes.host_threads import Slice
 from offstage.tensors import local_of, order_of
 
 MASTER_KEY = "master_weight"
@@ -188,9 +188,6 @@ class Rule(ABC):
     whole = False
     """Whether it looks at whole parameters, so that a shard is not enough."""
     title = "this optimizer"
-    external_on_host = 0
-    """How many weights were written from outside, as seen by updates on the host."""
-    _counting = threading.Lock()
 
     names: frozenset[str] = frozenset({MASTER_KEY})
     """Everything this family may keep per element under any options, and masters."""
@@ -215,14 +212,13 @@ class Rule(ABC):
         """Update weights and state in place."""
 
     @abstractmethod
-    def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
+    def slices(self, pieces: Sequence[PieceUpdate]) -> Sequence[Slice]:
         """The update of `pieces`, whose weights and gradients are on the host, in parts for threads to piece."""
 
-    def count_external(self, count: int) -> None:
-        """Called by threads of the host."""
-        if count:
-            with self._counting:
-                self.external_on_host += count
+    @property
+    def external_on_host(self) -> int:
+        """How many weights were written from outside, as seen by updates on the host."""
+        return 0
 
     def weights_up(self, device: torch.device, update: ParamUpdate) -> None:  # noqa: B027
         """After the last update of `update` on the host, on a lane of `device`: its weight is there again."""

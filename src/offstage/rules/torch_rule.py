@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch import optim
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
+from offstage.lanes.host_threads import Slice
 from offstage.rules.denormals import flushes_denormals, run_flushing
 from offstage.rules.rule import MASTER_KEY, ParamUpdate, PieceUpdate, Rule, StateKey
 from offstage.tensors import as_param
@@ -93,6 +95,12 @@ class TorchRule(Rule):
         self._foreign: dict[torch.device, torch.Tensor] = {}
         self._foreign_before: dict[torch.device, torch.Tensor] = {}
         self._remembered: dict[torch.device, int] = {}
+        self._counting = threading.Lock()
+        self._found = 0
+
+    @property
+    def external_on_host(self) -> int:
+        return self._found
 
     def keys(self, param: torch.Tensor, group: Group) -> tuple[StateKey, ...]:
         kind = self._config.master_weights
@@ -146,7 +154,7 @@ class TorchRule(Rule):
         for piece, target in zip(pieces, targets, strict=True):
             self._collect(piece, target, inner_state[target])
 
-    def slices(self, pieces: Sequence[PieceUpdate]) -> list[Callable[[], None]]:
+    def slices(self, pieces: Sequence[PieceUpdate]) -> list[Slice]:
         # torch has threads of its own for the elements of a tensor.
         return [functools.partial(run_flushing, flushes_denormals(), self.update, pieces)]
 
@@ -206,7 +214,9 @@ class TorchRule(Rule):
         foreign = ~(same_bits | (master.isnan() & weight.isnan()))
         master.copy_(torch.where(foreign, weight.to(torch.float32), master))
         if piece.host_copies is not None:
-            self.count_external(0 if piece.update.fresh else int(foreign.sum()))
+            if not piece.update.fresh:
+                with self._counting:  # in threads of the host
+                    self._found += int(foreign.sum())
         elif not piece.update.fresh:
             counter = self._foreign.get(weight.device)
             if counter is None:

@@ -4,7 +4,12 @@
 - `overlap_forward`: the update of a parameter may end as late as in the next forward of its module. Only parameters
   whose module was seen running since the last step: weights that are read in another way are never old ones.
 - `window`: chunks are fetched ahead during backward.
-- `update_in_backward`: a parameter whose gradient is final is updated at once; `BackwardSelection` says which.
+- `update_in_backward`: a parameter whose gradient is final is updated soon; `BackwardSelection` says which.
+
+[Note: the host's time in backward] Autograd's thread calls the hooks and launches backward's own kernels: whatever a
+hook takes, backward may take longer. Giving work to lanes costs tenths of a millisecond, and a model has hundreds of
+parameters, most of them small. So updates begin for a chunk's worth of parameters at a time; what is collected when
+backward ends is left to `step()`.
 """
 
 from __future__ import annotations
@@ -89,6 +94,9 @@ class Overlap:
         self._cues_so_far = 0
         self._blind: str | None = None
         """What was said about parameters whose module's forward is not seen."""
+        self._collected: dict[Engine, dict[ParamState, None]] = {}
+        """Whose update in backward is due and has not begun, in the order of their gradients."""
+        self._collected_bytes = 0
         self._in_flight: deque[ParamState] = deque()
         self._bytes_in_flight = 0
         self._running: set[torch.Tensor] = set()
@@ -155,13 +163,13 @@ class Overlap:
     def gradient_ready(self, param: torch.Tensor) -> None:
         """Called by autograd's thread, with the stream current on which the gradient was made."""
         with self._owner.turn, torch.no_grad(), deferred_interrupts():
-            places = self._owner.places
             if param.grad is None:  # zeroed by another thread, while this one waited for its turn
                 return
-            if self._off or any(self._captured(engine) for engine, _ in places.by_engine([param])):
-                return
+            for engine, _ in self._owner.places.by_engine([param]):
+                if self._off or self._captured(engine):
+                    return
             if not self._fired and not self._accumulating:
-                self._begin_backward()
+                self._begin_backward()  # which may place parameters anew
             for engine, (state,) in self._owner.places.by_engine([param]):
                 self._gradient_ready(state, engine)
 
@@ -188,7 +196,7 @@ class Overlap:
         self._cues_so_far += 1
         self._window.in_backward(self._cues_so_far, self._engines)
         if self._is_early(state, engine):
-            self._update_now(state, engine)
+            self._collect(state, engine)
         elif not self._config.update_in_backward:
             engine.fetch_ahead()
 
@@ -300,32 +308,50 @@ class Overlap:
         # Resident state has no second set; its update costs no transfer and can as well be made in step().
         return state.placement is Placement.STREAMED or not speculation.clips
 
-    def _update_now(self, state: ParamState, engine: Engine) -> None:
+    def _collect(self, state: ParamState, engine: Engine) -> None:
+        """Its update is due; it begins when a chunk's worth is. See [Note: the host's time in backward]."""
+        collected = self._collected.setdefault(engine, {})
+        if state not in collected:
+            collected[state] = None
+            self._collected_bytes += state.nbytes
+        if self._collected_bytes >= engine.chunk_bytes:
+            states = list(collected)
+            self._forget_collected()
+            self._update_now(states, engine)
+
+    def _forget_collected(self) -> None:
+        self._collected.clear()
+        self._collected_bytes = 0
+
+    def _update_now(self, states: Sequence[ParamState], engine: Engine) -> None:
         if not self._owner.iteration.early:
             self._owner.begin_in_backward()
         iteration = self._owner.iteration
-        if not iteration.has(state.param):
+        states = [state for state in states if iteration.has(state.param) and state.param.grad is not None]
+        if not states:
             return
         iteration.notice_end_of_backward()
-        update = iteration.update_of(state)
+        updates = [iteration.update_of(state) for state in states]
         engine.transport.prepare()
         with engine.transport.lanes.blocking():
-            engine.take([update], speculative=iteration.speculative)
-        iteration.add_early(update, self._owner.defaults)
+            engine.take(updates, speculative=iteration.speculative)
+        for update in updates:
+            iteration.add_early(update, self._owner.defaults)
         with engine.transport.lanes.blocking():
-            engine.advance(state)
+            engine.advance(states)
         if not iteration.speculative:
-            self._bound_gradients(state)
+            self._bound_gradients(states)
 
-    def _bound_gradients(self, state: ParamState) -> None:
+    def _bound_gradients(self, states: Sequence[ParamState]) -> None:
         """Give back the memory of the oldest gradients behind their updates."""
-        self._in_flight.append(state)
-        self._bytes_in_flight += state.local.nbytes
+        self._in_flight.extend(states)
+        self._bytes_in_flight += sum(state.local.nbytes for state in states)
+        oldest = []
         while self._bytes_in_flight > self.selection.most_in_flight and self._in_flight:
-            oldest = self._in_flight.popleft()
-            self._bytes_in_flight -= oldest.local.nbytes
-            for engine, states in self._owner.places.by_engine([oldest.param]):
-                engine.settle(states, "backward: the update is done with the gradient")
+            oldest.append(self._in_flight.popleft())
+            self._bytes_in_flight -= oldest[-1].local.nbytes
+        for engine, due in self._owner.places.by_engine([state.param for state in oldest]):
+            engine.settle(due, "backward: the update is done with the gradient")
 
     # Of the runtime
 
@@ -334,6 +360,7 @@ class Overlap:
         self._fired.clear()
         self._unseen.clear()
         self._cues_so_far = 0
+        self._forget_collected()
 
     def replanned(self, config: OffloadConfig) -> None:
         """State has moved: what was learned about the old places does not hold for the new ones."""
