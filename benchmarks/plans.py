@@ -88,10 +88,13 @@ class Bench:
         iteration = milliseconds(both)
         weights = sum(param.nbytes for param in self.model.parameters())
         other = max(0, peak_bytes() - 2 * weights)
-        self.peak_without_gradients = self._peak_without_gradients(both) - weights
+        activations = max(0, self._peak_without_gradients(both) - weights)
         forward_ms = milliseconds(forward)
         return offstage.Workload(
-            forward_ms=round(forward_ms, 1), backward_ms=round(iteration - forward_ms, 1), other_bytes=other
+            forward_ms=round(forward_ms, 1),
+            backward_ms=round(iteration - forward_ms, 1),
+            other_bytes=other,
+            activation_bytes=activations,
         )
 
     def _peak_without_gradients(self, both: Callable[[], None]) -> int:
@@ -162,8 +165,10 @@ class Bench:
             "plan_name": name,
             **more,
             **row,
-            "workload": {key: getattr(self.workload, key) for key in ("forward_ms", "backward_ms", "other_bytes")},
-            "peak_without_gradients": self.peak_without_gradients,
+            "workload": {
+                key: getattr(self.workload, key)
+                for key in ("forward_ms", "backward_ms", "other_bytes", "activation_bytes")
+            },
             "measured_machine": json.loads(self.machine.to_json()),
         }
 

@@ -10,7 +10,8 @@ from offstage.config import OffloadConfig, Placement
 from offstage.errors import ConfigError, OffloadIneffectiveError
 from offstage.memory.arena import round_up
 from offstage.planning.layout import make_layout
-from offstage.planning.plan import HOST_CHUNK, plan_placements, refuse_idle
+from offstage.planning.plan import plan_placements, refuse_idle
+from offstage.planning.predict import HOST_CHUNK
 from offstage.planning.sizes import ParamSize
 
 SIZES = st.lists(st.integers(0, 5_000_000), min_size=1, max_size=40)

@@ -19,7 +19,7 @@ from offstage.engine.snapshot import Snapshot
 from offstage.lanes.lanes import Lanes, Mark
 from offstage.memory.arena import Arena, round_up
 from offstage.planning.layout import Layout, make_layout
-from offstage.planning.plan import HOST_CHUNK
+from offstage.planning.predict import HOST_CHUNK
 from offstage.rules.rule import ParamState, Rule
 
 Ranges = Mapping[str, tuple[int, int]]

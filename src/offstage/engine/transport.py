@@ -27,7 +27,7 @@ from offstage.lanes.host_threads import HostThreads, may_wait_for_threads
 from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.arena import check_owner
-from offstage.memory.cpus import cpus_near, num_threads
+from offstage.memory.cpus import beside_a_loop, cpus_near, num_threads
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
@@ -256,7 +256,11 @@ def _threads_near(device: torch.device, asked: int | None) -> HostThreads:
     """Threads on the accelerator's NUMA node, where its arenas are; not more than it has CPUs."""
     cpus = cpus_near(device)
     count = num_threads(asked)
-    return HostThreads(count if cpus is None or asked is not None else min(count, len(cpus)), cpus)
+    if asked is None and cpus is not None:
+        count = min(count, len(cpus))
+    if asked is None and device.type != "cpu":  # where the device is the CPU, the loop waits for its updates
+        count = beside_a_loop(count)
+    return HostThreads(count, cpus)
 
 
 def _drain(lanes: Lanes, arenas: Arenas, in_use: object, owner: int) -> None:

@@ -132,6 +132,14 @@ def num_threads(
     return threads
 
 
+def beside_a_loop(threads: int) -> int:
+    """How many of `threads` to keep busy while a training loop keeps an accelerator busy.
+
+    The loop's thread and autograd's must find a CPU at once when they have something to launch: one in eight is theirs.
+    """
+    return threads - max(1, threads // 8) if threads >= 4 else threads
+
+
 def _affinity_of_parent() -> frozenset[int]:
     """The CPUs of the launcher; none where they cannot be read."""
     try:

@@ -54,6 +54,8 @@ class Machine:
     """Processes that share this host's link, memory and CPUs."""
     numa_nodes: int = 1
     """NUMA nodes that have CPUs."""
+    submit_us: float = 25.0
+    """Microseconds of a host thread's time to give a lane one piece of work: how fast this host runs Python."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -120,5 +122,6 @@ class Machine:
         for threads, rate in self.host_update_gb_per_s.items():
             speed = f"{rate:8.1f} GB/s = {rate / UPDATE_BYTES_PER_PARAM:.2f} Gparam/s"
             rows.append((f"AdamW, {threads} thread{'s' * (threads > 1)}", speed))
+        rows.append(("giving work", f"{self.submit_us:8.1f} us of the host's time"))
         rows.append(("AdamW in cache", f"{self.host_update_gparam_limit:8.2f} Gparam/s per thread"))
         return "\n".join(f"{name:<18} {value}" for name, value in rows)

@@ -32,7 +32,7 @@ from offstage.planning.machine import Machine
 
 logger = logging.getLogger("offstage")
 
-_METHOD = 1  # increased when the measuring changes, so that older files are not used
+_METHOD = 2  # increased when the measuring changes, so that older files are not used
 _PATIENCE_SECONDS = 60.0  # how long to wait for another rank that is measuring
 
 _measured: dict[str, Machine] = {}

@@ -11,12 +11,9 @@ from dataclasses import dataclass, field
 
 from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
-from offstage.planning.predict import CHOSEN, Candidate, Prediction
+from offstage.planning.predict import CHOSEN, HOST_CHUNK, Candidate, Prediction
 from offstage.planning.sizes import ParamSize
 
-HOST_CHUNK = 3
-"""Chunks that the CPU updates are this many times larger than `chunk_bytes`: every chunk costs its threads some time
-under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
 HOST_SLOTS = 4
 """Staging buffers on the host for chunks that the CPU updates: one is filled from the device, two are updated (threads
 that finish one go on to the next), one is copied back."""

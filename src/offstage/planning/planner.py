@@ -222,7 +222,8 @@ class Search:
         """
         gradients = gradient_share(config, self.workload, left) * self.rank.gradient_bytes
         kept = kept_weight_share(config, self.workload)[0] * streamed * self.rank.gradient_bytes
-        return int(self.rank.weight_bytes + gradients + kept + int(self.workload.other_bytes))
+        beside = gradients + kept + int(self.workload.other_bytes)
+        return int(self.rank.weight_bytes + max(beside, int(self.workload.activation_bytes)))
 
     def with_share(self, share: float, config: OffloadConfig | None = None) -> OffloadConfig:
         """`config` with `share` for the CPU, if it leaves that open."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from offstage.config import OffloadConfig, parse_size
 from offstage.errors import ConfigError
+from offstage.memory.cpus import beside_a_loop
 from offstage.planning.machine import Machine
 from offstage.planning.sizes import ParamSize
 
@@ -31,10 +32,22 @@ OLD_WEIGHTS_ON_HOST = 0.25
 """`update_in_backward` with clipping: share of the old weights that is kept on the host instead of the device. They are
 the weights whose gradients come last, when the device is fullest."""
 
+HOST_CHUNK = 3
+"""Chunks that the CPU updates are this many times larger than `chunk_bytes`: every chunk costs its threads some time
+under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
 _LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches during backward, where chunks wait for the last of their gradients."""
-_CPU_IN_BACKWARD = 0.65
-"""Share of its rate that the CPU reaches during backward, whose hooks and recomputation also hold the GIL."""
+_CPU_IN_BACKWARD = 0.85
+"""Share of its rate that the CPU reaches during backward, where pieces wait for the last of their gradients."""
+_OWN_LAUNCHES = 0.45
+"""Share of a backward in which autograd's thread launches its kernels: the rest is free for updates in backward."""
+_SUBMITS_PER_PARAM, _SUBMITS_PER_CHUNK, _SUBMITS_PER_HOST_CHUNK = 3.5, 10.0, 18.0
+"""What an update in backward costs autograd's thread, in units of `Machine.submit_us`: of a parameter, whose hooks are
+called and whose kernel is launched; of a chunk's trip; of a chunk that goes to the CPU, whose thread takes the GIL from
+the loop's."""
+_FORWARD_WAITS_ON_HOST = 0.35
+"""Share of a forward that is lost where modules wait for weights that the CPU has updated: the thread that waits cannot
+launch kernels ahead, so the device idles until it has launched some again."""
 _TOGETHER = 0.9
 """Share of its bandwidth that host memory reaches for copies and updates together: measured."""
 _HOST_MS_PER_CHUNK = 0.1
@@ -53,13 +66,17 @@ class Workload:
     """Forwards and backwards per step."""
     other_bytes: int | str = 0
     """Device memory at the peak that is neither weights, gradients nor state: activations, workspaces."""
+    activation_bytes: int | str = 0
+    """Device memory at the peak beside weights and state if each gradient were freed as it comes: with
+    `update_in_backward` the peak is never lower."""
     clips: bool = False
     """Whether `optimizer.clip_grad_norm_` clips the gradients."""
     active_experts: float = 1.0
     """Share of the routed experts that get a gradient in a step. With large batches it is 1.0."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "other_bytes", parse_size(self.other_bytes, "other_bytes"))
+        for field in ("other_bytes", "activation_bytes"):
+            object.__setattr__(self, field, parse_size(getattr(self, field), field))
         if min(self.forward_ms, self.backward_ms) < 0 or self.micro_batches < 1:
             raise ConfigError(
                 "Workload expects times of at least 0 ms and at least one micro-batch; found "
@@ -122,11 +139,15 @@ class Rates:
     """Parameters per millisecond."""
     dram: float
     device: float
+    submit_ms: float = 0.0
+    """The host's time to give a lane one piece of work."""
 
 
 def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per_param: float) -> Rates:
     """The part of one of `ranks` ranks, which share host memory and threads and have a link each."""
     mine = threads or max(1, machine.threads // ranks)
+    if threads is None and machine.device_name != "cpu":
+        mine = beside_a_loop(mine)
 
     def update_rate(num_threads: int) -> float:
         counts = [count for count in machine.host_update_gb_per_s if count < num_threads]
@@ -142,6 +163,7 @@ def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per
         # Host memory carries at least what one link was measured to move in both directions.
         dram=1e6 * max(_TOGETHER * alone, 2 * machine.link_duplex_gb_per_s) / ranks,
         device=1e6 * machine.device_gb_per_s,
+        submit_ms=1e-3 * machine.submit_us,
     )
 
 
@@ -177,6 +199,8 @@ class Totals:
     state: float
     weights: float
     params: float
+    """Elements."""
+    tensors: float = 0.0
     moved: float = 1.0
     """Share of the state that gets gradients in a step."""
 
@@ -189,6 +213,7 @@ class Totals:
             float(state),
             float(sum(size.weight_bytes for size in trained)),
             float(sum(size.numel for size in trained)),
+            float(len(trained)),
             moved / state if state else 1.0,
         )
 
@@ -258,6 +283,8 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
         fetched = min(shares.window, workload.backward_ms * rates.up)
         ahead = max(0.0, 1.0 - fetched / streamed.up)
     forward_ms = workload.forward_ms if config.overlap_forward else 0.0
+    if shares.host:
+        forward_ms *= 1.0 - _FORWARD_WAITS_ON_HOST
     resident_ms = device_ms * shares.resident if not in_backward or speculates else 0.0
     fill_ms = shares.chunk_bytes / rates.duplex
     reached = shares.resident + off * left  # position from which on backward has done the updates
@@ -265,7 +292,20 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
     if speculates:
         late = max(late, (streamed * left + on_host).ms(rates) - forward_ms)
         fill_ms += _HOST_MS_PER_CHUNK * streamed.up / shares.chunk_bytes if shares.chunk_bytes else 0.0
-    return Times(fill_ms + max(device_ms, resident_ms + late), left * off, streamed + on_host + kept)
+    exposed_ms = fill_ms + max(device_ms, resident_ms + late)
+    if in_backward:
+        exposed_ms += _launches_delayed_ms(totals, shares, rates, workload, streamed)
+    return Times(exposed_ms, left * off, streamed + on_host + kept)
+
+
+def _launches_delayed_ms(totals: Totals, shares: Shares, rates: Rates, workload: Workload, streamed: Load) -> float:
+    """How much longer backward takes because its thread also gives work to the lanes."""
+    submits = _SUBMITS_PER_PARAM * totals.tensors
+    if shares.chunk_bytes:
+        on_host = (1.0 - shares.resident) * shares.host * totals.state * totals.moved
+        submits += _SUBMITS_PER_CHUNK * streamed.up / shares.chunk_bytes
+        submits += _SUBMITS_PER_HOST_CHUNK * on_host / (HOST_CHUNK * shares.chunk_bytes)
+    return max(0.0, submits * rates.submit_ms - (1.0 - _OWN_LAUNCHES) * workload.backward_ms)
 
 
 def busy_ms(work: Load, device_bytes: float, rates: Rates) -> dict[str, float]:

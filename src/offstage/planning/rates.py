@@ -32,6 +32,7 @@ _PIN_SECONDS = 0.5  # target time for the second, larger arena; on slow memory i
 _COPY_BYTES = 64 * _MIB
 _COPIES = 4  # in a row
 _REPEATS = 3
+_SUBMITS = 64  # fewer than a lane's queue holds
 _WINDOW_SECONDS = 0.08  # how long each thread is timed
 _SLICE = 1 << 20  # parameters per call of the rule, as in training
 _STATE_BYTES = 16  # per parameter of the update pass: bf16 weight and gradient, fp32 master and moments
@@ -51,6 +52,7 @@ def measure_rates(device: torch.device, threads: int, host_free: int, device_fre
         try:
             copies = _link_and_device(lanes, arena, min(_DEVICE_BYTES, device_free // _SHARE_OF_FREE))
             link.remember(copies["link_duplex_gb_per_s"])
+            submit_us = _submit_us(lanes)
             updates, limit = _host_updates(arena, threads)
             dram = max(_streaming(arena, threads), *updates.values())
         finally:
@@ -64,6 +66,7 @@ def measure_rates(device: torch.device, threads: int, host_free: int, device_fre
         "dram_gb_per_s": dram,
         "host_update_gb_per_s": updates,
         "host_update_gparam_limit": limit,
+        "submit_us": submit_us,
         **copies,
     }
 
@@ -127,6 +130,24 @@ def _best_seconds(lanes: Lanes, queues: Mapping[Lane, Sequence[Callable[[], Any]
 
     once()
     return min(once() for _ in range(_REPEATS))
+
+
+def _submit_us(lanes: Lanes) -> float:
+    """Microseconds for one thread to give work behind a mark to a lane, as a step does for every chunk."""
+    memory = torch.zeros(2, 64, dtype=torch.float32, device=lanes.device)
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(_SUBMITS):
+            lanes.submit(
+                Lane.UPDATE, partial(_copy, memory[0], memory[1]), after={"measure: it is ready": lanes.mark()}
+            )
+        seconds = time.perf_counter() - start
+        lanes.synchronize("measure: all is done")
+        return seconds
+
+    once()
+    return 1e6 * min(once() for _ in range(_REPEATS)) / _SUBMITS
 
 
 # Host #
