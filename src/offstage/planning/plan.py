@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
 from offstage.planning.predict import CHOSEN, Candidate, Prediction
-from offstage.planning.sizes import ParamSize
+from offstage.planning.sizes import Columns, Mask, Numbers, ParamSize, largest, total
 
 HOST_CHUNK = 3
 """Chunks that the CPU updates are this many times larger than `chunk_bytes`: every chunk costs its threads some time
@@ -123,39 +126,88 @@ def plan_placements(
     The first layers' state is the best to keep: their gradients come last in backward and their weights are needed
     first in the next forward. `placed`: parameters, by position, whose placement is already decided.
     """
-    placed = placed or {}
+    return place(Columns.of(sizes), config, placed).plan(sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A `Plan` without names: where each parameter of `columns` is, and the slots."""
+
+    columns: Columns
+    resident: Mask
+    on_host: Mask
+    """The CPU updates them."""
+    slots: int
+    slot_bytes: int
+    window: int | str
+    host_slots: int
+    host_slot_bytes: int
+
+    @property
+    def streamed(self) -> Mask:
+        return ~(self.resident | self.on_host)
+
+    def plan(self, sizes: Sequence[ParamSize]) -> Plan:
+        """The plan for `sizes`, of which `columns` are the numbers."""
+        where = (Placement.STREAMED, Placement.HOST, Placement.RESIDENT)
+        codes = np.where(self.resident, 2, self.on_host).tolist()
+        return Plan(
+            tuple(sizes),
+            tuple(map(where.__getitem__, codes)),
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            window=self.window,
+            host_slots=self.host_slots,
+            host_slot_bytes=self.host_slot_bytes,
+        )
+
+
+def place(columns: Columns, config: OffloadConfig, placed: Mapping[int, Placement] | None = None) -> Placed:
+    """What `plan_placements` decides, for parameters whose numbers are `columns`."""
     chunk_bytes = int(config.chunk_bytes)
-    everything = sum(size.state_bytes for size in sizes)
-    small = {i for i, size in enumerate(sizes) if size.state_bytes < max(1, int(config.min_bytes))}
-    resident = {i for i, placement in placed.items() if placement is Placement.RESIDENT}
-    resident |= small - placed.keys() if config.fraction != 0.0 else set(range(len(sizes))) - placed.keys()
-    candidates = [i for i in range(len(sizes)) if i not in resident]
-    slot_bytes = _slot_bytes([sizes[i] for i in candidates], chunk_bytes)
-    used = sum(sizes[i].state_bytes for i in resident)
-    room = _room_for_resident(used, slot_bytes, everything, config)
-    for i in candidates:
-        if i not in placed and used + sizes[i].state_bytes <= room:
-            resident.add(i)
-            used += sizes[i].state_bytes
-    on_host = _choose_host(sizes, config, dict.fromkeys(resident, Placement.RESIDENT) | dict(placed))
-    placements = tuple(
-        Placement.RESIDENT if i in resident else Placement.HOST if i in on_host else Placement.STREAMED
-        for i in range(len(sizes))
-    )
-    streamed = [size for size, placement in zip(sizes, placements, strict=True) if placement is Placement.STREAMED]
-    _check_window(config, _slot_bytes(streamed, chunk_bytes))
-    return Plan(
-        tuple(sizes),
-        placements,
-        slots=config.num_slots if streamed else 0,
-        slot_bytes=_slot_bytes(streamed, chunk_bytes),
-        window=config.window if streamed else 0,
-        host_slots=HOST_SLOTS if on_host else 0,
-        host_slot_bytes=host_slot_bytes([sizes[i] for i in on_host], chunk_bytes),
+    state = columns.state_bytes
+    decided = {where: _mask(len(state), placed or {}, where) for where in Placement}
+    is_open = ~(decided[Placement.RESIDENT] | decided[Placement.STREAMED] | decided[Placement.HOST])
+    small = state < max(1, int(config.min_bytes))
+    resident = decided[Placement.RESIDENT] | (is_open & small if config.fraction != 0.0 else is_open)
+    slot_bytes = _slot_bytes(columns, ~resident, chunk_bytes)
+    used = total(state, resident)
+    room = _room_for_resident(used, slot_bytes, int(state.sum()), config)
+    resident[_first_that_fit(state, is_open & ~resident, math.floor(room) - used)] = True
+    on_host = _choose_host(state, config, resident, decided)
+    streamed = ~(resident | on_host)
+    slot_bytes = _slot_bytes(columns, streamed, chunk_bytes)
+    _check_window(config, slot_bytes)
+    return Placed(
+        columns,
+        resident,
+        on_host,
+        slots=config.num_slots if streamed.any() else 0,
+        slot_bytes=slot_bytes,
+        window=config.window if streamed.any() else 0,
+        host_slots=HOST_SLOTS if on_host.any() else 0,
+        host_slot_bytes=host_slot_bytes(columns, on_host, chunk_bytes),
     )
 
 
-def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> set[int]:
+def _mask(count: int, placed: Mapping[int, Placement], where: Placement) -> Mask:
+    found = np.zeros(count, dtype=bool)
+    found[[i for i, placement in placed.items() if placement is where]] = True
+    return found
+
+
+def _first_that_fit(state: Numbers, candidates: Mask, room: int) -> list[int]:
+    """Positions of candidates that fit, each tried in its turn with the room that those before it left."""
+    positions = np.flatnonzero(candidates & (state <= room))
+    fitting = []
+    for i, size in zip(positions.tolist(), state[positions].tolist(), strict=True):
+        if size <= room:
+            fitting.append(i)
+            room -= size
+    return fitting
+
+
+def _choose_host(state: Numbers, config: OffloadConfig, resident: Mask, decided: Mapping[Placement, Mask]) -> Mask:
     """Choose which of the parameters that are not resident the CPU updates.
 
     They are spread evenly over the model: host and device both work in the order of forward, so neither delays the
@@ -163,16 +215,21 @@ def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapp
     """
     share = host_share(config)
     assert share is not None, "the planner chooses a share before parameters are placed"
-    chosen, total, on_host = set(), 0, 0.0
-    for i, size in enumerate(sizes):
-        placement = placed.get(i)
-        if placement is Placement.RESIDENT:
-            continue
-        total += size.state_bytes
-        wanted = on_host + size.state_bytes / 2 <= share * total and share > 0
-        if placement is Placement.HOST or (placement is None and wanted):
-            chosen.add(i)
-            on_host += size.state_bytes
+    always = decided[Placement.HOST]
+    may = ~(resident | decided[Placement.STREAMED])
+    if share in (0.0, 1.0):
+        return may if share else always
+    positions = np.flatnonzero(~resident)
+    limits = share * np.cumsum(state[positions])
+    limits[always[positions]] = math.inf
+    limits[~may[positions]] = -math.inf
+    picked, on_host = [], 0.0
+    for i, size, limit in zip(positions.tolist(), state[positions].tolist(), limits.tolist(), strict=True):
+        if on_host + size / 2 <= limit:
+            picked.append(i)
+            on_host += size
+    chosen = np.zeros(len(state), dtype=bool)
+    chosen[picked] = True
     return chosen
 
 
@@ -187,12 +244,13 @@ def staging_bytes(slots: int, slot_bytes: int, window: int | str, streamed_bytes
     return slots * slot_bytes + (int(beyond) if slots else 0)
 
 
-def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
-    """Bytes of weights and gradients of the largest chunk that the CPU updates, if both have the same dtype."""
-    whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
-    splits = [size for size in sizes if size.splits and size.padded_bytes]
-    per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
-    return max(whole, int(per_state_byte * min(HOST_CHUNK * chunk_bytes, sum(size.padded_bytes for size in splits))))
+def host_slot_bytes(columns: Columns, updated: Mask, chunk_bytes: int) -> int:
+    """Bytes of weights and gradients of the largest chunk of `updated`, if both have the same dtype."""
+    whole = 2 * largest(columns.weight_bytes, updated & ~columns.splits)
+    splits = updated & columns.splits & (columns.padded_bytes > 0)
+    per_state_byte = (2 * columns.weight_bytes[splits] / columns.padded_bytes[splits]).max(initial=0.0)
+    most = min(HOST_CHUNK * chunk_bytes, total(columns.padded_bytes, splits))
+    return max(whole, int(float(per_state_byte) * most))
 
 
 def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
@@ -203,9 +261,9 @@ def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
         )
 
 
-def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
-    largest_whole = max((size.padded_bytes for size in streamed if not size.splits), default=0)
-    return max(largest_whole, min(chunk_bytes, sum(size.padded_bytes for size in streamed)))
+def _slot_bytes(columns: Columns, streamed: Mask, chunk_bytes: int) -> int:
+    largest_whole = largest(columns.padded_bytes, streamed & ~columns.splits)
+    return max(largest_whole, min(chunk_bytes, total(columns.padded_bytes, streamed)))
 
 
 def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: OffloadConfig) -> float:
