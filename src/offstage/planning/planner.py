@@ -136,10 +136,13 @@ def _refuse_host(search: Search, chosen: Candidate) -> None:
     limit = f"{format_size(machine.host_free_bytes)} free" + (f" for {ranks} ranks" if ranks > 1 else "")
     if search.host_limit < machine.host_free_bytes // ranks:
         limit = f"host_budget={format_size(search.host_limit)}"
+    remedies = ["use master_weights='split' or state_dtype='bfloat16'", "divide the state among more ranks"]
+    if chosen.prediction.device_peak_bytes + missing <= machine.device_bytes:
+        budget = format_size(chosen.prediction.device_state_bytes + missing)
+        remedies.insert(0, f"keep {format_size(missing)} more of the state on the device (device_budget of {budget})")
     raise HostMemoryError(
-        f"The plan needs {format_size(need)} of host memory per rank; found {limit}. Keep {format_size(missing)} more "
-        f"of the state on the device (device_budget of {format_size(chosen.prediction.device_state_bytes + missing)}), "
-        "use master_weights='split' or state_dtype='bfloat16', or divide the state among more ranks."
+        f"The plan needs {format_size(need)} of host memory per rank; found {limit}. To make room, "
+        f"{', or '.join(remedies)}."
     )
 
 
@@ -149,8 +152,7 @@ def _refuse_device(search: Search, chosen: Candidate) -> None:
     remedies = []
     if chosen.resident_bytes > peak - most:
         remedies.append(f"lower device_budget to {format_size(state - (peak - most))}")
-    if not search.config.update_in_backward:
-        remedies.append("use update_in_backward=True without clipping, which keeps only a part of the gradients")
+    # update_in_backward would not help: its first iteration keeps all gradients.
     remedies.append("divide the model among more ranks")
     raise ConfigError(
         f"{search.machine.device_name} with {format_size(most)} cannot hold a peak of {format_size(peak)}, of which "
@@ -173,8 +175,13 @@ def _notes(search: Search, prediction: Prediction) -> Iterator[str]:
         yield f"one rank of {world.ranks:,} ({ways}{experts}){stage}"
     if ranks > 1:
         yield f"{ranks} ranks share a host: a link each; host memory, its bandwidth and the threads in equal parts"
-    if not search.knows_workload:
-        yield "no workload was given, so nothing hides the updates: exposed is an upper bound"
+    if not search.knows_times:
+        yield "no times of forward and backward were given, so nothing hides the updates: exposed is an upper bound"
+    if not search.workload.other_bytes:
+        yield "no bytes of activations were given (the workload's other_bytes): the peak is without them"
+    if search.fits_resident():
+        peak = int(search.totals.state) + search.other_device_bytes(search.config)
+        yield f"all state would fit on the device, at a peak of {format_size(peak)}: offload only if you need the room"
     if search.totals.moved < 1.0:
         yield f"{search.totals.moved:.0%} of the state gets gradients in a step; the rest does not move"
     if search.config.update_in_backward and not search.workload.clips:
@@ -213,6 +220,7 @@ class Search:
     ) -> None:
         self.rank, self.machine, self.world = rank, machine, world
         self.workload, self.knows_workload = workload or Workload(), workload is not None
+        self.knows_times = self.workload.compute_ms > 0
         self.config = self._with_budget(config)
         self.totals = Totals.of(rank.columns.summed(), self.workload.active_experts)
         per_param = self.totals.update_bytes / max(1.0, self.totals.params)
@@ -300,6 +308,12 @@ class Search:
         """Whether the host has room for it."""
         return candidate.prediction.host_bytes <= self.host_limit
 
+    def fits_resident(self) -> bool:
+        """Whether no setting asks for offload and the device has room for all state."""
+        config = self.config
+        is_free = config.fraction is None and config.device_budget is None and config.device_peak is None
+        return is_free and self.totals.state + self.other_device_bytes(config) <= self.machine.device_bytes
+
     def misfit(self, candidate: Candidate) -> str:
         """By how much it exceeds which memory; empty if it fits."""
         if not self.fits_host(candidate):
@@ -332,7 +346,7 @@ class Search:
             return
         if config.update_on == "device":
             yield "CPU and device", {"update_on": "auto"}, "needs update_on='auto'"
-        if not self.knows_workload:
+        if not self.knows_times:
             return
         if not config.overlap_forward:
             yield "forward does not wait", {"overlap_forward": True}, "needs overlap_forward=True"
@@ -383,7 +397,7 @@ class Search:
             bytes_up=int(times.work.up),
             bytes_down=int(times.work.down),
             exposed_ms=times.exposed_ms,
-            iteration_ms=self.workload.compute_ms + times.exposed_ms if self.knows_workload else None,
+            iteration_ms=self.workload.compute_ms + times.exposed_ms if self.knows_times else None,
             busy_ms=busy,
             bottleneck=max(busy, key=lambda name: busy[name]),
         )
