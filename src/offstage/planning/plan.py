@@ -6,16 +6,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offstage.config import OffloadConfig, Placement, format_size
+from offstage.config import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
 from offstage.planning.predict import CHOSEN, Candidate, Prediction
 from offstage.planning.sizes import ParamSize
 
+SLOTS_SHARE = 0.25
+"""Slots together take at most this share of the state that goes through them, unless `chunk_bytes` is given."""
+_LEAST_JUDGED = int(3 * MIN_CHUNK_BYTES / SLOTS_SHARE)
+"""Less state than this is offloaded without a saving too: three of the smallest slots are more than their share of it,
+and a device gives memory in larger blocks."""
 HOST_CHUNK = 3
-"""Chunks that the CPU updates are this many times larger than `chunk_bytes`: every chunk costs its threads some time
+"""Chunks that the CPU updates are this many times larger than others: every chunk costs its threads some time
 under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
 HOST_SLOTS = 4
 """Staging buffers on the host for chunks that the CPU updates: one is filled from the device, two are updated (threads
@@ -34,12 +39,16 @@ class Plan:
     placements: tuple[Placement, ...]
     slots: int
     slot_bytes: int
-    """The most that a slot takes: `chunk_bytes`, the largest parameter that is not split, or all streamed state."""
+    """The most that a slot takes: a chunk, the largest parameter that is not split, or all streamed state."""
     window: int | str = 0
     """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` become bytes in training."""
     host_slots: int = 0
     host_slot_bytes: int = 0
     """The most that a staging buffer on the host takes: weights and gradients of a chunk that the CPU updates."""
+    chunk_bytes: int = 0
+    """Streamed state is cut into chunks of this size, except parameters that are not split and larger."""
+    host_chunk_bytes: int = 0
+    """The same for state that the CPU updates."""
     prediction: Prediction | None = field(default=None, compare=False)
     """What `make_plan` expects of this plan."""
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
@@ -68,6 +77,11 @@ class Plan:
         """Device memory for resident state, slots, and a window of known size."""
         window = self.window if isinstance(self.window, int) else 0
         return self.bytes_of(Placement.RESIDENT) + self.slots * self.slot_bytes + window
+
+    @property
+    def net_saved_bytes(self) -> int:
+        """Device memory that offloading frees, less what slots and a window of known size take."""
+        return sum(size.state_bytes for size in self.sizes) - self.device_bytes
 
     def summary(self) -> str:
         """One line, for `repr(optimizer)` and logs."""
@@ -124,34 +138,39 @@ def plan_placements(
     first in the next forward. `placed`: parameters, by position, whose placement is already decided.
     """
     placed = placed or {}
-    chunk_bytes = int(config.chunk_bytes)
     everything = sum(size.state_bytes for size in sizes)
     small = {i for i, size in enumerate(sizes) if size.state_bytes < max(1, int(config.min_bytes))}
     resident = {i for i, placement in placed.items() if placement is Placement.RESIDENT}
     resident |= small - placed.keys() if config.fraction != 0.0 else set(range(len(sizes))) - placed.keys()
     candidates = [i for i in range(len(sizes)) if i not in resident]
-    slot_bytes = _slot_bytes([sizes[i] for i in candidates], chunk_bytes)
+    left, largest = _whole_and_largest([sizes[i] for i in candidates])
     used = sum(sizes[i].state_bytes for i in resident)
-    room = _room_for_resident(used, slot_bytes, everything, config)
+    room = _room_for_resident(used, left, largest, everything, config)
     for i in candidates:
-        if i not in placed and used + sizes[i].state_bytes <= room:
+        if i not in placed and used + sizes[i].state_bytes <= room(left - sizes[i].padded_bytes):
             resident.add(i)
             used += sizes[i].state_bytes
+            left -= sizes[i].padded_bytes
     on_host = _choose_host(sizes, config, dict.fromkeys(resident, Placement.RESIDENT) | dict(placed))
     placements = tuple(
         Placement.RESIDENT if i in resident else Placement.HOST if i in on_host else Placement.STREAMED
         for i in range(len(sizes))
     )
     streamed = [size for size, placement in zip(sizes, placements, strict=True) if placement is Placement.STREAMED]
-    _check_window(config, _slot_bytes(streamed, chunk_bytes))
+    streamed_bytes, largest = _whole_and_largest(streamed)
+    slot_bytes = slot_bytes_for(streamed_bytes, largest, config)
+    _check_window(config, slot_bytes)
+    by_cpu = [sizes[i] for i in on_host]
     return Plan(
         tuple(sizes),
         placements,
         slots=config.num_slots if streamed else 0,
-        slot_bytes=_slot_bytes(streamed, chunk_bytes),
+        slot_bytes=slot_bytes,
         window=config.window if streamed else 0,
         host_slots=HOST_SLOTS if on_host else 0,
-        host_slot_bytes=host_slot_bytes([sizes[i] for i in on_host], chunk_bytes),
+        host_slot_bytes=host_slot_bytes(by_cpu, config),
+        chunk_bytes=_chunk_bytes(streamed_bytes, config.num_slots, config) if streamed else 0,
+        host_chunk_bytes=_host_chunk_bytes(_whole_and_largest(by_cpu)[0], config) if by_cpu else 0,
     )
 
 
@@ -187,12 +206,42 @@ def staging_bytes(slots: int, slot_bytes: int, window: int | str, streamed_bytes
     return slots * slot_bytes + (int(beyond) if slots else 0)
 
 
-def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
-    """Bytes of weights and gradients of the largest chunk that the CPU updates, if both have the same dtype."""
+# The size of chunks and slots #
+
+
+def _chunk_bytes(state_bytes: float, slots: int, config: OffloadConfig) -> int:
+    """The size of the chunks in which `state_bytes` of state go through `slots` slots: given, or chosen here."""
+    if config.chunk_bytes is not None:
+        return int(config.chunk_bytes)
+    share = int(SLOTS_SHARE * state_bytes / slots) // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
+    return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, share))
+
+
+def _host_chunk_bytes(state_bytes: float, config: OffloadConfig) -> int:
+    return HOST_CHUNK * _chunk_bytes(state_bytes, HOST_SLOTS, config)
+
+
+def slot_bytes_for(streamed_bytes: float, largest_whole: float, config: OffloadConfig) -> int:
+    """The size of a slot for `streamed_bytes` of state. `largest_whole`: of the largest parameter that is not split."""
+    return int(max(largest_whole, min(_chunk_bytes(streamed_bytes, config.num_slots, config), streamed_bytes)))
+
+
+def host_slot_bytes(sizes: Sequence[ParamSize], config: OffloadConfig, share: float = 1.0) -> int:
+    """Bytes of weights and gradients of the largest chunk, if the CPU updates `share` of `sizes`.
+
+    Gradients are taken to have the dtype of their parameters.
+    """
     whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
     splits = [size for size in sizes if size.splits and size.padded_bytes]
     per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
-    return max(whole, int(per_state_byte * min(HOST_CHUNK * chunk_bytes, sum(size.padded_bytes for size in splits))))
+    chunk_bytes = _host_chunk_bytes(share * _whole_and_largest(sizes)[0], config)
+    return max(whole, int(per_state_byte * min(chunk_bytes, share * _whole_and_largest(splits)[0])))
+
+
+def _whole_and_largest(sizes: Sequence[ParamSize]) -> tuple[int, int]:
+    """Bytes of all state, and of the largest parameter that is not split, with alignment."""
+    whole = sum(size.padded_bytes for size in sizes)
+    return whole, max((size.padded_bytes for size in sizes if not size.splits), default=0)
 
 
 def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
@@ -203,22 +252,20 @@ def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
         )
 
 
-def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
-    largest_whole = max((size.padded_bytes for size in streamed if not size.splits), default=0)
-    return max(largest_whole, min(chunk_bytes, sum(size.padded_bytes for size in streamed)))
-
-
-def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: OffloadConfig) -> float:
-    """How many bytes of state may stay resident; `kept` bytes of them must."""
+def _room_for_resident(
+    kept: int, left: int, largest: int, everything: int, config: OffloadConfig
+) -> Callable[[int], float]:
+    """How many bytes of state may stay resident, if so many bytes leave; `kept` bytes must stay, `left` may leave."""
     wanted = (1.0 - config.fraction) * everything if config.fraction is not None else 0.0
     if config.device_budget is None:
-        return wanted
+        return lambda _: wanted
     budget = int(config.device_budget)
     if everything <= budget and config.fraction is None:
-        return everything
+        return lambda _: everything
     if host_share(config) == 1.0:
         slot_bytes = window = 0  # nothing comes back to the device
     else:
+        slot_bytes = slot_bytes_for(left, largest, config)
         window = int(config.window)  # OffloadConfig refuses "auto" and "all" together with a budget
     staging = config.num_slots * slot_bytes + window
     also = f", a window of {format_size(window)}" if window else ""
@@ -231,7 +278,9 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
             f"{format_size(need, up=True)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
         )
     if config.fraction is None:
-        return budget - staging
+        if not staging:
+            return lambda _: budget
+        return lambda left: budget - window - config.num_slots * slot_bytes_for(left, largest, config)
     if wanted + staging > budget:
         raise ConfigError(
             f"fraction={config.fraction} keeps {format_size(wanted)} of state on the device, which with "
@@ -239,7 +288,7 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
             f"Raise device_budget to {format_size(wanted + staging, up=True)}, raise fraction, or leave one of the two "
             "out."
         )
-    return wanted
+    return lambda _: wanted
 
 
 def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
@@ -260,6 +309,29 @@ def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
             "fraction=0.0 to keep everything resident on purpose."
         )
     raise OffloadIneffectiveError(f"Nothing would be offloaded: {reason}")
+
+
+def refuse_costly(plans: Sequence[Plan], config: OffloadConfig) -> None:
+    """Raise if slots and window would take as much device memory as the state that leaves has freed."""
+    freed = sum(plan.bytes_of(Placement.STREAMED) + plan.bytes_of(Placement.HOST) for plan in plans)
+    taken = sum(plan.device_bytes - plan.bytes_of(Placement.RESIDENT) for plan in plans)
+    if taken < freed or freed < _LEAST_JUDGED:
+        return
+    plan = next(plan for plan in plans if plan.slots)
+    found = f"{plan.slots} slots of {format_size(plan.slot_bytes)}"
+    whole = plan.slot_bytes > plan.chunk_bytes
+    given = [name for name in (("window",) if whole else ("chunk_bytes", "slots", "window")) if getattr(config, name)]
+    remedy = f"Leave out {' and '.join(given)}, use " if given else "Use "
+    if whole:
+        found += ", the largest parameter that is not split"
+        remedy = "Use slots=1, " if not given and plan.slots > 1 and plan.slot_bytes < freed else remedy
+    if plan.window and isinstance(plan.window, int):
+        found += f", and a window of {format_size(plan.window)}"
+    raise OffloadIneffectiveError(
+        f"Offloading would save no device memory: expected slots and window to take less than the {format_size(freed)} "
+        f"of state that leaves the device; found {format_size(taken)} ({found}). {remedy}update_on='host', which needs "
+        "no slots, or fraction=0.0 to keep all state resident."
+    )
 
 
 # A plan as a table #

@@ -17,7 +17,7 @@ from offstage.config import OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.planning.group_slots import with_slots
 from offstage.planning.machine import Machine
-from offstage.planning.plan import HOST_SLOTS, Plan, host_share, host_slot_bytes, plan_placements
+from offstage.planning.plan import HOST_SLOTS, Plan, host_share, host_slot_bytes, plan_placements, slot_bytes_for
 from offstage.planning.predict import (
     CHOSEN,
     Candidate,
@@ -310,9 +310,11 @@ class Search:
         resident = kept / self.totals.state if self.totals.state else 1.0
         off_bytes = self.totals.state - kept
         largest = max((size.padded_bytes for size in plan.sizes if not size.splits), default=0)
-        chunk = min(max(int(config.chunk_bytes), largest), off_bytes)
-        staging = config.num_slots * plan.slot_bytes if share < 1.0 else 0
-        window = self.window_bytes(config, staging, off_bytes * (1.0 - share))
+        chunk = min(slot_bytes_for(off_bytes, largest, config), off_bytes)
+        streamed = off_bytes * (1.0 - share)
+        slot = min(slot_bytes_for(streamed, largest, config), off_bytes) if share < 1.0 else 0
+        staging = int(config.num_slots * slot)
+        window = self.window_bytes(config, staging, streamed)
         speculates = config.update_in_backward and self.workload.clips
         host = self._host_bytes(plan, part, share, speculates=speculates)
         if speculates and host > self.host_limit:  # then step() makes all updates
@@ -351,7 +353,7 @@ class Search:
     def _host_bytes(self, plan: Plan, part: float, share: float, *, speculates: bool) -> int:
         off = [size for size, where in zip(plan.sizes, plan.placements, strict=True) if where is not Placement.RESIDENT]
         arenas = sum(size.padded_bytes for size in off) + plan.bytes_of(Placement.RESIDENT) * (1.0 - part)
-        slots = HOST_SLOTS * host_slot_bytes(off, int(self.config.chunk_bytes)) if share > 0.0 else 0
+        slots = HOST_SLOTS * host_slot_bytes(off, self.config, share) if share > 0.0 else 0
         if not speculates:
             return int(arenas + slots)
         kept = kept_weight_share(self.config, self.workload)[1] * sum(size.weight_bytes for size in off)
