@@ -18,7 +18,7 @@ from offstage.config import OffloadConfig, format_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.planning.group_slots import with_slots
 from offstage.planning.machine import Machine
-from offstage.planning.plan import HOST_SLOTS, Placed, Plan, host_share, host_slot_bytes, place
+from offstage.planning.plan import HOST_SLOTS, HostUpdated, Placed, Plan, host_share, place, slot_bytes_for
 from offstage.planning.predict import (
     CHOSEN,
     Candidate,
@@ -208,8 +208,8 @@ class Sums:
     """Of state that is not resident, with alignment."""
     off_weights: int
     """Weights of the parameters whose state is not resident."""
-    host_slot: int
-    """A staging buffer on the host, if the CPU updated everything that is not resident."""
+    host: HostUpdated
+    """What is not resident, if the CPU updated it."""
 
 
 class Search:
@@ -283,7 +283,7 @@ class Search:
                 resident=total(columns.state_bytes, placed.resident),
                 off=total(columns.padded_bytes, off),
                 off_weights=total(columns.weight_bytes, off),
-                host_slot=host_slot_bytes(columns, off, int(self.config.chunk_bytes)),
+                host=HostUpdated.of(columns, off),
             )
         return self._sums[placed]
 
@@ -373,9 +373,11 @@ class Search:
         kept = self.sums(placed).resident * part
         resident = kept / self.totals.state if self.totals.state else 1.0
         off_bytes = self.totals.state - kept
-        chunk = min(max(int(config.chunk_bytes), self._largest_whole), off_bytes)
-        staging = config.num_slots * placed.slot_bytes if share < 1.0 else 0
-        window = self.window_bytes(config, staging, off_bytes * (1.0 - share))
+        chunk = min(slot_bytes_for(off_bytes, self._largest_whole, config), off_bytes)
+        streamed = off_bytes * (1.0 - share)
+        slot = min(slot_bytes_for(streamed, self._largest_whole, config), off_bytes) if share < 1.0 else 0
+        staging = int(config.num_slots * slot)
+        window = self.window_bytes(config, staging, streamed)
         speculates = config.update_in_backward and self.workload.clips
         host = self._host_bytes(self.sums(placed), part, share, speculates=speculates)
         if speculates and host > self.host_limit:  # then step() makes all updates
@@ -413,7 +415,7 @@ class Search:
 
     def _host_bytes(self, sums: Sums, part: float, share: float, *, speculates: bool) -> int:
         arenas = sums.off + sums.resident * (1.0 - part)
-        slots = HOST_SLOTS * sums.host_slot if share > 0.0 else 0
+        slots = HOST_SLOTS * sums.host.slot_bytes(self.config, share) if share > 0.0 else 0
         if not speculates:
             return int(arenas + slots)
         kept = kept_weight_share(self.config, self.workload)[1] * sums.off_weights
