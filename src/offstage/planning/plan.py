@@ -224,12 +224,16 @@ def _first_that_fit(
     state, padded = columns.state_bytes, columns.padded_bytes
     most = math.floor(room(0)) - used  # there is the most room if nothing leaves, and no slots are needed
     positions = np.flatnonzero(candidates & (state <= most))
-    fitting = []
+    biggest = int(padded[positions].max(initial=0))
+    fitting: list[int] = []
+    # Room only grows as state stays. So what fits in `low` fits, and what does not fit in `high` does not.
+    low, high = room(left), room(left - biggest)
     for i, size, taken in zip(positions.tolist(), state[positions].tolist(), padded[positions].tolist(), strict=True):
-        if used + size <= room(left - taken):
+        if used + size <= low or (used + size <= high and used + size <= room(left - taken)):
             fitting.append(i)
             used += size
             left -= taken
+            high = high if used + biggest <= low else room(left - biggest)
     return fitting
 
 
