@@ -50,7 +50,7 @@ sample_bytes = 120
 """
 RUNS = {
     "resident": ["--offload.fraction", "0"],
-    "streamed": ["--offload.chunk-bytes", "256KiB", "--offload.overlap-forward"],
+    "streamed": ["--offload.overlap-forward"],
 }
 
 console = Console(highlight=False)
@@ -149,6 +149,7 @@ def table(different: dict[str, tuple[int, int]]) -> Table:
     row("device: slots", slots)
     row("host: arenas", {run: format_size(one["host_state_bytes"]) for run, one in receipts.items()}, end_section=True)
     row("state on the device, in all", {run: format_size(one["device_state_bytes"]) for run, one in receipts.items()})
+    row("saved on the device, net", {run: format_size(one["net_saved_bytes"]) for run, one in receipts.items()})
     row("fetched per step", {run: format_size(one["bytes_fetched"]) for run, one in receipts.items()})
     row("stored per step", {run: format_size(one["bytes_stored"]) for run, one in receipts.items()}, end_section=True)
     row("loss, first and last step", {run: f"{first:.4f} → {last:.4f}" for run, (first, last, _) in losses.items()})

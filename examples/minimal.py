@@ -18,7 +18,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).to(device)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    optimizer = offstage.offload(optimizer, model, chunk_bytes="1MiB")  # the one added line
+    optimizer = offstage.offload(optimizer, model)  # the one added line
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
 
     for step in range(20):

@@ -23,7 +23,6 @@ WIDTH, LAYERS, BATCH = 512, 8, 32
 CONFIG = offstage.OffloadConfig(
     device_budget="12MiB",  # for all state on the device: what stays there, and the slots
     update_on="auto",  # of what leaves, the planner gives a share to the CPU
-    chunk_bytes="1MiB",  # small, because the model is
 )
 LATER = "6MiB"
 

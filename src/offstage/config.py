@@ -23,6 +23,8 @@ _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", start=1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 MIN_CHUNK_BYTES = 16 * 1024
+MAX_CHUNK_BYTES = 64 * 1024**2
+"""The most that a plan chooses for a chunk by itself: larger copies are not faster."""
 WINDOWS = ("auto", "all")
 
 
@@ -138,8 +140,9 @@ class OffloadConfig:
 
     # Movement
 
-    chunk_bytes: int | str = "64MiB"
-    """Size of a slot: all state keys of one chunk together."""
+    chunk_bytes: int | str | None = None
+    """Size of a slot: all state keys of one chunk together. ``None``: 64 MiB, or less where the slots would together
+    take more than a quarter of the state that streams through them."""
 
     slots: int | None = None
     """Number of staging buffers on the device. ``None``: 3, of which one is fetched, one updated, one stored. With
@@ -165,6 +168,11 @@ class OffloadConfig:
     def num_slots(self) -> int:
         """`slots`, or the fewest that keep the link busy."""
         return 3 if self.slots is None else self.slots
+
+    @property
+    def most_chunk_bytes(self) -> int:
+        """`chunk_bytes`, or the most that a plan chooses."""
+        return MAX_CHUNK_BYTES if self.chunk_bytes is None else int(self.chunk_bytes)
 
     @property
     def overlaps(self) -> bool:
@@ -201,10 +209,10 @@ class OffloadConfig:
         is_number = isinstance(self.slots, int) and not isinstance(self.slots, bool) and self.slots >= 1
         if self.slots is not None and not is_number:
             raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Leave it out.")
-        if self.chunk_bytes < MIN_CHUNK_BYTES:  # type: ignore[operator]
+        if self.most_chunk_bytes < MIN_CHUNK_BYTES:
             raise ConfigError(
                 f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {self.chunk_bytes} bytes. "
-                "Use the default, 64 MiB: small copies do not fill the link."
+                "Leave it out: small copies do not fill the link."
             )
 
     def _check_choices(self) -> None:

@@ -15,7 +15,7 @@ class HostMemoryError(OffstageError, MemoryError):
 
 
 class OffloadIneffectiveError(OffstageError):
-    """Offloading was asked for, but nothing would leave (or has left) the device."""
+    """Offloading was asked for, but nothing would leave (or has left) the device, or leaving saves no memory there."""
 
 
 class StepLostError(OffstageError):

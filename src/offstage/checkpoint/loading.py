@@ -463,7 +463,7 @@ class _Load:
         low, squares = held.raw(MASTER_LOW_KEY), held.raw("exp_avg_sq")
         assert self._optimizer is not None
         at_most = max(
-            1, int(self._optimizer.config.chunk_bytes) // (_SPLIT_BYTES * file_threads())
+            1, self._optimizer.config.most_chunk_bytes // (_SPLIT_BYTES * file_threads())
         )  # a chunk for all threads
 
         def rounded() -> Iterator[tuple[int | torch.Tensor, torch.Tensor]]:

@@ -221,7 +221,7 @@ def plan(arguments: Sequence[str]) -> int:
         return 0
     whose = "" if question.world.ranks == 1 else f", the largest share of {question.world.ranks} ranks"
     _write(f"{question.model} for {question.machine.device_name}: {question.num_parameters:,} parameters{whose}\n\n")
-    _write(f"{found}\n\nTo train with it:\n")
+    _write(f"{question.about_machine()}{found}\n\nTo train with it:\n")
     _write("".join(f"  {line}\n" for line in usage(question, found).splitlines()))
     return 0
 

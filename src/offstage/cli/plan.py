@@ -10,19 +10,32 @@ import dataclasses
 import json
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from offstage import ConfigError, Machine, OffloadConfig, Plan, Workload, World, make_plan, measure_machine
+from offstage import (
+    ConfigError,
+    HostMemoryError,
+    Machine,
+    OffloadConfig,
+    Plan,
+    Workload,
+    World,
+    make_plan,
+    measure_machine,
+)
+from offstage.cli.remedies import Asked, what_fits
+from offstage.planning.presets import MACHINES, Preset
 from offstage.planning.sizes import Source, param_sizes
 from offstage.train.config import DTYPES, ModelSettings, build, read_toml
 from offstage.train.flags import parse_sections, positional
 from offstage.train.model import SIZES
 from offstage.train.model import build as build_model
+from offstage.train.published_models import PUBLISHED
 from offstage.train.settings import nearest
 
 PROG = "offstage plan"
@@ -33,6 +46,8 @@ What fits, what it costs, and who should update: asked before anything is alloca
   offstage plan 7B --devices 8 --budget 40GiB       one of eight, which divide weights and state (FSDP2)
   offstage plan run.toml                            the model and the settings of a training run
   offstage plan path/to/config.json                 a model of the transformers package
+  offstage plan --model llama-3.1-8b --machine rtx4090 --devices 4
+                                                    a published model, and machines that are not here
   offstage plan 70b.json --machine node.json        shapes ({"layers.0.weight": [4096, 4096], ...}), and a machine
                                                     that is not here (saved there by: offstage doctor --json)
 
@@ -45,8 +60,9 @@ class PlanOptions:
     """Arguments of `offstage plan`."""
 
     model: str | None = positional(None)
-    """A size of offstage train (1M to 20B), a training run's .toml, a transformers config.json or its folder, or a
-    .json file with a shape or a number of elements for each name."""
+    """A size of offstage train (1M to 20B), a published model (llama-3.1-8b, qwen3-8b, mixtral-8x7b, …; an unknown name
+    lists them), a training run's .toml, a transformers config.json or its folder, or a .json file with a shape or a
+    number of elements for each name. Also as --model NAME."""
 
     devices: int | None = None
     """How many devices train together. They divide weights, gradients and state, unless --world says otherwise;
@@ -60,7 +76,9 @@ class PlanOptions:
     """Format of the weights; by default that of the .toml, or bfloat16."""
 
     machine: str | None = None
-    """A file that `offstage doctor --json` wrote on the machine to plan for. Without it: this machine."""
+    """A machine that is not here: a name (rtx4090, a100-80g, h100-80g, gh200, …; an unknown name lists them), whose
+    rates are assumed from data sheets and shown, or a file that `offstage doctor --json` wrote there. Without it: this
+    machine."""
 
     json: bool = False
     """Print the plan as JSON, which Plan.from_json reads, and nothing else."""
@@ -80,17 +98,28 @@ class Question:
     world: World
     workload: Workload | None
     json: bool
+    preset: Preset | None = None
+    """Where the machine is from, if it is neither measured nor from a file."""
 
     @property
     def num_parameters(self) -> int:
         return sum(size.numel for size in param_sizes(self.sizes, self.config))
 
     def answer(self) -> Plan:
-        return make_plan(self.sizes, self.machine, self.config, world=self.world, workload=self.workload)
+        try:
+            return make_plan(self.sizes, self.machine, self.config, world=self.world, workload=self.workload)
+        except (ConfigError, HostMemoryError) as error:
+            asked = Asked(self.sizes, self.machine, self.config, self.world, self.workload)
+            raise type(error)(f"{error}{what_fits(asked, self.preset)}") from None
+
+    def about_machine(self) -> str:
+        """The rates of a machine that is only known by name, with their sources."""
+        return f"{self.preset.explain(self.machine.ranks_on_host)}\n\n" if self.preset else ""
 
 
 def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_machine) -> Question:
     """The question on a command line; `measure` is called if no file describes the machine."""
+    arguments = _model_by_position(arguments)
     values = parse_sections(_SECTIONS, {}, arguments, prog=PROG, description=HELP)
     options = PlanOptions(**values.pop("", {}))
     if options.model is None:
@@ -114,7 +143,14 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
         world=_world(options, values.get("world", {}), machine),
         workload=_section(Workload, values, "workload") if values.get("workload") else None,
         json=options.json,
+        preset=MACHINES.get(options.machine or ""),
     )
+
+
+def _model_by_position(arguments: Sequence[str]) -> list[str]:
+    """`--model NAME` as `NAME`."""
+    words = [word.removeprefix("--model=") if word.startswith("--model=") else word for word in arguments]
+    return [word for i, word in enumerate(words) if word != "--model" or i + 1 == len(words)]
 
 
 def _section(cls: Any, values: Mapping[str, Mapping[str, Any]], name: str) -> Any:
@@ -142,7 +178,15 @@ def _of_training(options: PlanOptions) -> tuple[ModelSettings, dict[str, dict[st
 def _machine(options: PlanOptions) -> Machine | None:
     if options.machine is None:
         return None
+    if options.machine in MACHINES:
+        preset = MACHINES[options.machine]
+        return preset.machine(min(max(1, options.devices or 1), preset.host.devices))
     path = Path(options.machine)
+    if not path.exists():
+        raise ConfigError(
+            f"--machine expects a name ({', '.join(MACHINES)}) or a file that `offstage doctor --json` wrote; "
+            f"could not read {path}: it is neither. {_nearest(options.machine, MACHINES)} Without it: this machine."
+        )
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -166,9 +210,20 @@ def _sizes(options: PlanOptions, settings: ModelSettings) -> Source:
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     if path.exists():
         return _on_meta(ModelSettings(transformers=model), options)
+    if model.lower() in PUBLISHED:
+        dtype = _dtype(options, None)
+        return {
+            name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in PUBLISHED[model.lower()]().items()
+        }
     raise ConfigError(
-        f"{PROG} expects a size of offstage train or a file; found {model!r}, which is neither. {nearest(model, SIZES)}"
+        f"{PROG} expects a size of offstage train ({', '.join(SIZES)}), a published model ({', '.join(PUBLISHED)}) or "
+        f"a file; found {model!r}, which is none of them. {_nearest(model.lower(), [*SIZES, *PUBLISHED])}"
     )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    longer = [one for one in known if one.startswith(name)]  # h100 is h100-80g
+    return f"Did you mean {' or '.join(longer)}?" if longer else nearest(name, known)
 
 
 def _shapes(path: Path) -> dict[str, int | list[int]] | None:
@@ -215,7 +270,8 @@ def _world(options: PlanOptions, given: Mapping[str, Any], machine: Machine) -> 
             f"{max(1, round(devices / max(1, others))) * others}."
         )
     sharded = {"shard_weights": True} if devices > 1 and given.get("shard_state", True) else {}
-    world = {"data": devices // others, "ranks_per_host": min(devices, 8), **sharded, **given}
+    per_host = machine.ranks_on_host if options.machine in MACHINES else min(devices, 8)
+    world = {"data": devices // others, "ranks_per_host": per_host, **sharded, **given}
     found = _section(World, {"world": world}, "world")
     assert isinstance(found, World)
     return found

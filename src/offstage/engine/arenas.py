@@ -19,7 +19,7 @@ from offstage.engine.snapshot import Snapshot
 from offstage.lanes.lanes import Lanes, Mark
 from offstage.memory.arena import Arena, round_up
 from offstage.planning.layout import Layout, make_layout
-from offstage.planning.predict import HOST_CHUNK
+from offstage.planning.plan import Plan
 from offstage.rules.rule import ParamState, Rule
 
 Ranges = Mapping[str, tuple[int, int]]
@@ -121,25 +121,25 @@ class Arenas:
         self._position: dict[ParamState, int] = {}
         self._device, self._rule, self._config = device, rule, config
 
-    def add(self, states: Sequence[ParamState]) -> None:
-        """Give parameters that are not resident their arenas and chunks."""
+    def add(self, states: Sequence[ParamState], plan: Plan) -> None:
+        """Give parameters that are not resident their arenas, and chunks of the plan's size."""
         kinds: dict[tuple[Any, ...], list[ParamState]] = {}
         for state in states:
             self._position[state] = len(self._position)
             if state.placement is not Placement.RESIDENT:
                 keys = ((key.name, key.dtype) for key in state.keys)
                 kinds.setdefault((state.placement, *keys), []).append(state)
-        self.sets += [self._make(members) for members in kinds.values()]
+        self.sets += [self._make(members, plan) for members in kinds.values()]
         self._order()
 
-    def _make(self, members: Sequence[ParamState]) -> HostState:
+    def _make(self, members: Sequence[ParamState], plan: Plan) -> HostState:
         keys = members[0].keys
         on_host = members[0].placement is Placement.HOST
         layout = make_layout(
             [{key.name: key.numel(state.local) for key in state.keys} for state in members],
             {key.name: key.dtype.itemsize for key in keys},
             [state.local.numel() for state in members],
-            chunk_bytes=int(self._config.chunk_bytes) * (HOST_CHUNK if on_host else 1),
+            chunk_bytes=plan.host_chunk_bytes if on_host else plan.chunk_bytes,
             split=self._rule.splits(torch.device("cpu") if on_host else self._device),
         )
         # What the CPU updates never travels, so the accelerator need not know its memory.

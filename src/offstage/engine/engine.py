@@ -25,6 +25,7 @@ from offstage.engine.pipeline import Trip
 from offstage.engine.transport import Transport
 from offstage.errors import StepLostError
 from offstage.lanes.lanes import Lane, Mark, Place
+from offstage.planning.plan import Plan
 from offstage.rules.rule import ParamState, ParamUpdate, PieceUpdate, Rule
 from offstage.tensors import copy_back
 
@@ -94,6 +95,8 @@ class Engine:
         self.device = device
         self.arenas = Arenas(device, rule, config)
         self.transport = Transport(device, rule, config, self.arenas)
+        self.chunk_bytes = config.most_chunk_bytes
+        """State that is worth a trip."""
         self.updating = False
         """True between the first update of a step and its end: a failure then leaves weights between two steps."""
         self.lost: str | None = None
@@ -108,15 +111,11 @@ class Engine:
         self._ahead: Iterator[tuple[StateChunk, list[StatePiece]]] = iter(())
         _alive.add(self)
 
-    @property
-    def chunk_bytes(self) -> int:
-        """State that is worth a trip."""
-        return int(self._config.chunk_bytes)
-
-    def add(self, states: Sequence[ParamState]) -> None:
-        """Give parameters that are not resident their arenas, chunks, and the way there."""
+    def add(self, states: Sequence[ParamState], plan: Plan) -> None:
+        """Give parameters that are not resident their arenas, chunks of the plan's size, and the way there."""
         self._ahead = iter(())
-        self.arenas.add(states)
+        self.chunk_bytes = plan.chunk_bytes or plan.host_chunk_bytes or self.chunk_bytes
+        self.arenas.add(states, plan)
         self.transport.open()
 
     # Runtime
@@ -212,14 +211,14 @@ class Engine:
     def _batches(self, updates: Sequence[ParamUpdate]) -> Iterable[list[PieceUpdate]]:
         """Resident parameters, about `chunk_bytes` of state at a time: a rule may need temporary memory for each."""
         batch: list[PieceUpdate] = []
-        room = self.chunk_bytes
+        room = self._config.most_chunk_bytes
         for update in updates:
             if update.of.placement is Placement.RESIDENT:
                 batch.append(PieceUpdate(update, 0, update.weight.numel(), update.of.resident))
                 room -= update.of.nbytes
                 if room <= 0:
                     yield batch
-                    batch, room = [], self.chunk_bytes
+                    batch, room = [], self._config.most_chunk_bytes
         if batch:
             yield batch
 

@@ -26,7 +26,7 @@ from offstage.memory.claims import Claim
 from offstage.optimizer.checks import check_no_overlap, check_options, check_param
 from offstage.planning.layout import padded_bytes
 from offstage.planning.measure import measure_machine
-from offstage.planning.plan import HOST_SLOTS, Plan, plan_placements, refuse_idle, staging_bytes
+from offstage.planning.plan import HOST_SLOTS, Plan, plan_placements, refuse_costly, refuse_idle, staging_bytes
 from offstage.planning.planner import choose_host_fraction
 from offstage.planning.sizes import ParamSize
 from offstage.rules import Rule
@@ -46,6 +46,7 @@ class Places:
         self.states: dict[torch.Tensor, ParamState] = {}
         self.engines: dict[torch.device, Engine] = {}
         self._rule, self._config = rule, config
+        self._plans: dict[torch.device, Plan] = {}
         self._signatures: list[Any] = []
         self._host_fractions: dict[torch.device, float] = {}
         self._claim = Claim(0)
@@ -81,7 +82,7 @@ class Places:
             placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
             sizes = [self.size_of(state) for state in states]
             plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
-        self._refuse_idle(plans, by_device)
+        self._refuse_ineffective(plans, by_device)
         self.all_taken()  # what the first step takes is counted anew
         try:
             with self._check_host_memory(plans, by_device, existing or {}):
@@ -89,24 +90,26 @@ class Places:
                     for state, placement in zip(states, plans[device].placements, strict=True):
                         state.placement = placement
                     new = [state for state in states if state is not self.states.get(state.param)]
-                    self._build(device, new, group_of, existing or {})
+                    self._build(device, new, plans[device], group_of, existing or {})
         finally:
             self._claim = Claim(sum(self.still_to_take().values()))
+        self._plans = plans
         self._signatures = [self._rule.signature(group) for group in groups]
 
-    def _refuse_idle(
+    def _refuse_ineffective(
         self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[ParamState]]
     ) -> None:
-        """Raise if nothing would leave: on every rank of a sharded model or on none, though shards are uneven."""
+        """Raise if offloading saves nothing: on every rank of a sharded model or on none, though shards are uneven."""
         auto = self._config.update_on == "auto"
         config = dataclasses.replace(self._config, host_fraction=0.0) if auto else self._config
         alike = [
             plan_placements([self.size_of(state, largest_shard(state.param)) for state in states], config)
-            if any(state.local is not state.param for state in states) and not plans[device].host_bytes
+            if any(state.local is not state.param for state in states)
             else plans[device]
             for device, states in by_device.items()
         ]
         refuse_idle(alike, self._config)
+        refuse_costly(alike, self._config)
 
     def _decided(self, device: torch.device, sizes: Sequence[ParamSize]) -> OffloadConfig:
         """The config with the CPU's share. What the planner has chosen once stays."""
@@ -208,6 +211,7 @@ class Places:
         self,
         device: torch.device,
         states: list[ParamState],
+        plan: Plan,
         group_of: Mapping[torch.Tensor, dict[str, Any]],
         existing: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
@@ -221,7 +225,7 @@ class Places:
         for state in states:
             if state.placement is Placement.RESIDENT:
                 named_state.allocate_resident(state, existing.get(state.param, {}))
-        engine.add(states)
+        engine.add(states, plan)
         for state in states:
             before = self.states.get(state.param)
             if before is not None:  # more keys than before
@@ -259,6 +263,8 @@ class Places:
             window=self._config.window if slots else 0,
             host_slots=HOST_SLOTS * sum(1 for engine in self.engines.values() if engine.transport.staging_bytes),
             host_slot_bytes=max((engine.arenas.staging_bytes for engine in self.engines.values()), default=0),
+            chunk_bytes=max((plan.chunk_bytes for plan in self._plans.values()), default=0),
+            host_chunk_bytes=max((plan.host_chunk_bytes for plan in self._plans.values()), default=0),
         )
 
     def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[ParamState]]]:

@@ -27,6 +27,9 @@ class Receipt:
     """State on the device now: resident state and slots."""
     host_state_bytes: int
     """Arenas, alignment included, and staging buffers."""
+    net_saved_bytes: int = 0
+    """Device memory that all state would take if it were resident, less what state, slots and window take there. Slots
+    count from the beginning, though the first step allocates them."""
     lane_ms: dict[str, float] = field(default_factory=dict)
     """From the first gradient that was taken to the end of each lane's work, in the last step."""
     host_update_ms: float | None = None
@@ -62,6 +65,7 @@ class Receipt:
             ("fetched / stored, last step", f"{format_size(self.bytes_fetched)} / {format_size(self.bytes_stored)}"),
             ("state on the device", format_size(self.device_state_bytes)),
             ("state on the host", format_size(self.host_state_bytes)),
+            ("saved on the device, net", format_size(self.net_saved_bytes)),
         ]
         rates = self.link_gb_per_s
         for lane, milliseconds in self.lane_ms.items():
@@ -116,14 +120,17 @@ def make_receipt(runtime: Runtime) -> Receipt:
     fetched, stored = runtime.places.moved_bytes()
     transfer = max(max(runtime.last_moved) / link / 1e6, 1e3 * runtime.last_host_s) if link else None
     counters = [runtime.rule.external_writes(engine.device) for engine in engines]
+    on_device = sum(runtime.device_state_bytes(engine.device) for engine in engines)
+    to_come = sum(engine.transport.pipeline.missing_bytes for engine in engines)
     return Receipt(
         steps=runtime.steps,
         bytes_fetched=runtime.last_moved[0],
         bytes_stored=runtime.last_moved[1],
         total_bytes_fetched=fetched,
         total_bytes_stored=stored,
-        device_state_bytes=sum(runtime.device_state_bytes(engine.device) for engine in engines),
+        device_state_bytes=on_device,
         host_state_bytes=sum(engine.transport.host_bytes for engine in engines),
+        net_saved_bytes=sum(state.nbytes for state in runtime.all_states()) - on_device - to_come,
         host_update_ms=1e3 * runtime.last_host_s if any(engine.transport.staging_bytes for engine in engines) else None,
         lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},
         exposed_ms=exposed,

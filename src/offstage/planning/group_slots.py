@@ -31,7 +31,7 @@ def with_slots(config: OffloadConfig, model: nn.Module | None) -> OffloadConfig:
     is_limited = config.device_budget is not None or config.device_peak is not None
     if config.slots is not None or not config.update_in_backward or is_limited or model is None:
         return config
-    filled = math.ceil(_ELEMENT_BYTES * _largest_group(model) / int(config.chunk_bytes))
+    filled = math.ceil(_ELEMENT_BYTES * _largest_group(model) / config.most_chunk_bytes)
     return dataclasses.replace(config, slots=max(config.num_slots, min(_MOST, filled)))
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offstage.config import OffloadConfig, Placement, format_size
+import numpy as np
+
+from offstage.config import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
 from offstage.planning.predict import CHOSEN, HOST_CHUNK, Candidate, Prediction
-from offstage.planning.sizes import ParamSize
+from offstage.planning.sizes import Columns, Mask, Numbers, ParamSize, largest, total
 
+SLOTS_SHARE = 0.25
+"""Slots together take at most this share of the state that goes through them, unless `chunk_bytes` is given."""
+_LEAST_JUDGED = int(3 * MIN_CHUNK_BYTES / SLOTS_SHARE)
+"""Less state than this is offloaded without a saving too: three of the smallest slots are more than their share of it,
+and a device gives memory in larger blocks."""
 HOST_SLOTS = 4
 """Staging buffers on the host for chunks that the CPU updates: one is filled from the device, two are updated (threads
 that finish one go on to the next), one is copied back."""
@@ -31,12 +39,16 @@ class Plan:
     placements: tuple[Placement, ...]
     slots: int
     slot_bytes: int
-    """The most that a slot takes: `chunk_bytes`, the largest parameter that is not split, or all streamed state."""
+    """The most that a slot takes: a chunk, the largest parameter that is not split, or all streamed state."""
     window: int | str = 0
     """Bytes beyond the slots in which chunks may wait; ``"auto"`` and ``"all"`` become bytes in training."""
     host_slots: int = 0
     host_slot_bytes: int = 0
     """The most that a staging buffer on the host takes: weights and gradients of a chunk that the CPU updates."""
+    chunk_bytes: int = 0
+    """Streamed state is cut into chunks of this size, except parameters that are not split and larger."""
+    host_chunk_bytes: int = 0
+    """The same for state that the CPU updates."""
     prediction: Prediction | None = field(default=None, compare=False)
     """What `make_plan` expects of this plan."""
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
@@ -65,6 +77,11 @@ class Plan:
         """Device memory for resident state, slots, and a window of known size."""
         window = self.window if isinstance(self.window, int) else 0
         return self.bytes_of(Placement.RESIDENT) + self.slots * self.slot_bytes + window
+
+    @property
+    def net_saved_bytes(self) -> int:
+        """Device memory that offloading frees, less what slots and a window of known size take."""
+        return sum(size.state_bytes for size in self.sizes) - self.device_bytes
 
     def summary(self) -> str:
         """One line, for `repr(optimizer)` and logs."""
@@ -120,39 +137,104 @@ def plan_placements(
     The first layers' state is the best to keep: their gradients come last in backward and their weights are needed
     first in the next forward. `placed`: parameters, by position, whose placement is already decided.
     """
-    placed = placed or {}
-    chunk_bytes = int(config.chunk_bytes)
-    everything = sum(size.state_bytes for size in sizes)
-    small = {i for i, size in enumerate(sizes) if size.state_bytes < max(1, int(config.min_bytes))}
-    resident = {i for i, placement in placed.items() if placement is Placement.RESIDENT}
-    resident |= small - placed.keys() if config.fraction != 0.0 else set(range(len(sizes))) - placed.keys()
-    candidates = [i for i in range(len(sizes)) if i not in resident]
-    slot_bytes = _slot_bytes([sizes[i] for i in candidates], chunk_bytes)
-    used = sum(sizes[i].state_bytes for i in resident)
-    room = _room_for_resident(used, slot_bytes, everything, config)
-    for i in candidates:
-        if i not in placed and used + sizes[i].state_bytes <= room:
-            resident.add(i)
-            used += sizes[i].state_bytes
-    on_host = _choose_host(sizes, config, dict.fromkeys(resident, Placement.RESIDENT) | dict(placed))
-    placements = tuple(
-        Placement.RESIDENT if i in resident else Placement.HOST if i in on_host else Placement.STREAMED
-        for i in range(len(sizes))
-    )
-    streamed = [size for size, placement in zip(sizes, placements, strict=True) if placement is Placement.STREAMED]
-    _check_window(config, _slot_bytes(streamed, chunk_bytes))
-    return Plan(
-        tuple(sizes),
-        placements,
-        slots=config.num_slots if streamed else 0,
-        slot_bytes=_slot_bytes(streamed, chunk_bytes),
-        window=config.window if streamed else 0,
-        host_slots=HOST_SLOTS if on_host else 0,
-        host_slot_bytes=host_slot_bytes([sizes[i] for i in on_host], chunk_bytes),
+    return place(Columns.of(sizes), config, placed).plan(sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A `Plan` without names: where each parameter of `columns` is, and the slots."""
+
+    columns: Columns
+    resident: Mask
+    on_host: Mask
+    """The CPU updates them."""
+    slots: int
+    slot_bytes: int
+    window: int | str
+    host_slots: int
+    host_slot_bytes: int
+    chunk_bytes: int
+    host_chunk_bytes: int
+
+    @property
+    def streamed(self) -> Mask:
+        return ~(self.resident | self.on_host)
+
+    def plan(self, sizes: Sequence[ParamSize]) -> Plan:
+        """The plan for `sizes`, of which `columns` are the numbers."""
+        where = (Placement.STREAMED, Placement.HOST, Placement.RESIDENT)
+        codes = np.where(self.resident, 2, self.on_host).tolist()
+        return Plan(
+            tuple(sizes),
+            tuple(map(where.__getitem__, codes)),
+            slots=self.slots,
+            slot_bytes=self.slot_bytes,
+            window=self.window,
+            host_slots=self.host_slots,
+            host_slot_bytes=self.host_slot_bytes,
+            chunk_bytes=self.chunk_bytes,
+            host_chunk_bytes=self.host_chunk_bytes,
+        )
+
+
+def place(columns: Columns, config: OffloadConfig, placed: Mapping[int, Placement] | None = None) -> Placed:
+    """What `plan_placements` decides, for parameters whose numbers are `columns`."""
+    state = columns.state_bytes
+    decided = {where: _mask(len(state), placed or {}, where) for where in Placement}
+    is_open = ~(decided[Placement.RESIDENT] | decided[Placement.STREAMED] | decided[Placement.HOST])
+    small = state < max(1, int(config.min_bytes))
+    resident = decided[Placement.RESIDENT] | (is_open & small if config.fraction != 0.0 else is_open)
+    left, whole = _whole_and_largest(columns, ~resident)
+    used = total(state, resident)
+    room = _room_for_resident(used, left, whole, int(state.sum()), config)
+    resident[_first_that_fit(columns, is_open & ~resident, used, left, room)] = True
+    on_host = _choose_host(state, config, resident, decided)
+    streamed = ~(resident | on_host)
+    streamed_bytes, whole = _whole_and_largest(columns, streamed)
+    slot_bytes = slot_bytes_for(streamed_bytes, whole, config)
+    by_cpu = HostUpdated.of(columns, on_host)
+    _check_window(config, slot_bytes)
+    return Placed(
+        columns,
+        resident,
+        on_host,
+        slots=config.num_slots if streamed.any() else 0,
+        slot_bytes=slot_bytes,
+        window=config.window if streamed.any() else 0,
+        host_slots=HOST_SLOTS if on_host.any() else 0,
+        host_slot_bytes=by_cpu.slot_bytes(config),
+        chunk_bytes=_chunk_bytes(streamed_bytes, config.num_slots, config) if streamed.any() else 0,
+        host_chunk_bytes=_host_chunk_bytes(by_cpu.state_bytes, config) if on_host.any() else 0,
     )
 
 
-def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapping[int, Placement]) -> set[int]:
+def _mask(count: int, placed: Mapping[int, Placement], where: Placement) -> Mask:
+    found = np.zeros(count, dtype=bool)
+    found[[i for i, placement in placed.items() if placement is where]] = True
+    return found
+
+
+def _first_that_fit(
+    columns: Columns, candidates: Mask, used: int, left: int, room: Callable[[int], float]
+) -> list[int]:
+    """Positions of candidates that fit, each tried in its turn with the room that those before it left."""
+    state, padded = columns.state_bytes, columns.padded_bytes
+    most = math.floor(room(0)) - used  # there is the most room if nothing leaves, and no slots are needed
+    positions = np.flatnonzero(candidates & (state <= most))
+    biggest = int(padded[positions].max(initial=0))
+    fitting: list[int] = []
+    # Room only grows as state stays. So what fits in `low` fits, and what does not fit in `high` does not.
+    low, high = room(left), room(left - biggest)
+    for i, size, taken in zip(positions.tolist(), state[positions].tolist(), padded[positions].tolist(), strict=True):
+        if used + size <= low or (used + size <= high and used + size <= room(left - taken)):
+            fitting.append(i)
+            used += size
+            left -= taken
+            high = high if used + biggest <= low else room(left - biggest)
+    return fitting
+
+
+def _choose_host(state: Numbers, config: OffloadConfig, resident: Mask, decided: Mapping[Placement, Mask]) -> Mask:
     """Choose which of the parameters that are not resident the CPU updates.
 
     They are spread evenly over the model: host and device both work in the order of forward, so neither delays the
@@ -160,16 +242,21 @@ def _choose_host(sizes: Sequence[ParamSize], config: OffloadConfig, placed: Mapp
     """
     share = host_share(config)
     assert share is not None, "the planner chooses a share before parameters are placed"
-    chosen, total, on_host = set(), 0, 0.0
-    for i, size in enumerate(sizes):
-        placement = placed.get(i)
-        if placement is Placement.RESIDENT:
-            continue
-        total += size.state_bytes
-        wanted = on_host + size.state_bytes / 2 <= share * total and share > 0
-        if placement is Placement.HOST or (placement is None and wanted):
-            chosen.add(i)
-            on_host += size.state_bytes
+    always = decided[Placement.HOST]
+    may = ~(resident | decided[Placement.STREAMED])
+    if share in (0.0, 1.0):
+        return may if share else always
+    positions = np.flatnonzero(~resident)
+    limits = share * np.cumsum(state[positions])
+    limits[always[positions]] = math.inf
+    limits[~may[positions]] = -math.inf
+    picked, on_host = [], 0.0
+    for i, size, limit in zip(positions.tolist(), state[positions].tolist(), limits.tolist(), strict=True):
+        if on_host + size / 2 <= limit:
+            picked.append(i)
+            on_host += size
+    chosen = np.zeros(len(state), dtype=bool)
+    chosen[picked] = True
     return chosen
 
 
@@ -184,12 +271,58 @@ def staging_bytes(slots: int, slot_bytes: int, window: int | str, streamed_bytes
     return slots * slot_bytes + (int(beyond) if slots else 0)
 
 
-def host_slot_bytes(sizes: Sequence[ParamSize], chunk_bytes: int) -> int:
-    """Bytes of weights and gradients of the largest chunk that the CPU updates, if both have the same dtype."""
-    whole = max((2 * size.weight_bytes for size in sizes if not size.splits), default=0)
-    splits = [size for size in sizes if size.splits and size.padded_bytes]
-    per_state_byte = max((2 * size.weight_bytes / size.padded_bytes for size in splits), default=0.0)
-    return max(whole, int(per_state_byte * min(HOST_CHUNK * chunk_bytes, sum(size.padded_bytes for size in splits))))
+# The size of chunks and slots #
+
+
+def _chunk_bytes(state_bytes: float, slots: int, config: OffloadConfig) -> int:
+    """The size of the chunks in which `state_bytes` of state go through `slots` slots: given, or chosen here."""
+    if config.chunk_bytes is not None:
+        return int(config.chunk_bytes)
+    share = int(SLOTS_SHARE * state_bytes / slots) // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
+    return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, share))
+
+
+def _host_chunk_bytes(state_bytes: float, config: OffloadConfig) -> int:
+    return HOST_CHUNK * _chunk_bytes(state_bytes, HOST_SLOTS, config)
+
+
+def slot_bytes_for(streamed_bytes: float, largest_whole: float, config: OffloadConfig) -> int:
+    """The size of a slot for `streamed_bytes` of state. `largest_whole`: of the largest parameter that is not split."""
+    return int(max(largest_whole, min(_chunk_bytes(streamed_bytes, config.num_slots, config), streamed_bytes)))
+
+
+@dataclass(frozen=True)
+class HostUpdated:
+    """What decides the size of a staging buffer for parameters that the CPU updates."""
+
+    state_bytes: int
+    """Of all of them, with alignment."""
+    split_bytes: int
+    """Of those that chunks may split."""
+    per_state_byte: float
+    """The most bytes of weights and gradients that go with a byte of their state."""
+    largest_whole: int
+    """Weights and gradients of the largest that is not split. Gradients are taken to have the weights' dtype."""
+
+    @classmethod
+    def of(cls, columns: Columns, updated: Mask) -> HostUpdated:
+        splits = updated & columns.splits & (columns.padded_bytes > 0)
+        return cls(
+            state_bytes=total(columns.padded_bytes, updated),
+            split_bytes=total(columns.padded_bytes, splits),
+            per_state_byte=float((2 * columns.weight_bytes[splits] / columns.padded_bytes[splits]).max(initial=0.0)),
+            largest_whole=2 * largest(columns.weight_bytes, updated & ~columns.splits),
+        )
+
+    def slot_bytes(self, config: OffloadConfig, share: float = 1.0) -> int:
+        """Bytes of weights and gradients of the largest chunk, if the CPU updates `share` of them."""
+        chunk_bytes = _host_chunk_bytes(share * self.state_bytes, config)
+        return max(self.largest_whole, int(self.per_state_byte * min(chunk_bytes, share * self.split_bytes)))
+
+
+def _whole_and_largest(columns: Columns, which: Mask) -> tuple[int, int]:
+    """Bytes of all state, and of the largest parameter that is not split, with alignment."""
+    return total(columns.padded_bytes, which), largest(columns.padded_bytes, which & ~columns.splits)
 
 
 def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
@@ -200,22 +333,20 @@ def _check_window(config: OffloadConfig, slot_bytes: int) -> None:
         )
 
 
-def _slot_bytes(streamed: Sequence[ParamSize], chunk_bytes: int) -> int:
-    largest_whole = max((size.padded_bytes for size in streamed if not size.splits), default=0)
-    return max(largest_whole, min(chunk_bytes, sum(size.padded_bytes for size in streamed)))
-
-
-def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: OffloadConfig) -> float:
-    """How many bytes of state may stay resident; `kept` bytes of them must."""
+def _room_for_resident(
+    kept: int, left: int, largest: int, everything: int, config: OffloadConfig
+) -> Callable[[int], float]:
+    """How many bytes of state may stay resident, if so many bytes leave; `kept` bytes must stay, `left` may leave."""
     wanted = (1.0 - config.fraction) * everything if config.fraction is not None else 0.0
     if config.device_budget is None:
-        return wanted
+        return lambda _: wanted
     budget = int(config.device_budget)
     if everything <= budget and config.fraction is None:
-        return everything
+        return lambda _: everything
     if host_share(config) == 1.0:
         slot_bytes = window = 0  # nothing comes back to the device
     else:
+        slot_bytes = slot_bytes_for(left, largest, config)
         window = int(config.window)  # OffloadConfig refuses "auto" and "all" together with a budget
     staging = config.num_slots * slot_bytes + window
     also = f", a window of {format_size(window)}" if window else ""
@@ -228,7 +359,9 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
             f"{format_size(need, up=True)}, or lower {'chunk_bytes or slots' if staging else 'min_bytes'}."
         )
     if config.fraction is None:
-        return budget - staging
+        if not staging:
+            return lambda _: budget
+        return lambda left: budget - window - config.num_slots * slot_bytes_for(left, largest, config)
     if wanted + staging > budget:
         raise ConfigError(
             f"fraction={config.fraction} keeps {format_size(wanted)} of state on the device, which with "
@@ -236,7 +369,7 @@ def _room_for_resident(kept: int, slot_bytes: int, everything: int, config: Offl
             f"Raise device_budget to {format_size(wanted + staging, up=True)}, raise fraction, or leave one of the two "
             "out."
         )
-    return wanted
+    return lambda _: wanted
 
 
 def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
@@ -257,6 +390,29 @@ def refuse_idle(plans: Sequence[Plan], config: OffloadConfig) -> None:
             "fraction=0.0 to keep everything resident on purpose."
         )
     raise OffloadIneffectiveError(f"Nothing would be offloaded: {reason}")
+
+
+def refuse_costly(plans: Sequence[Plan], config: OffloadConfig) -> None:
+    """Raise if slots and window would take as much device memory as the state that leaves has freed."""
+    freed = sum(plan.bytes_of(Placement.STREAMED) + plan.bytes_of(Placement.HOST) for plan in plans)
+    taken = sum(plan.device_bytes - plan.bytes_of(Placement.RESIDENT) for plan in plans)
+    if taken < freed or freed < _LEAST_JUDGED:
+        return
+    plan = next(plan for plan in plans if plan.slots)
+    found = f"{plan.slots} slots of {format_size(plan.slot_bytes)}"
+    whole = plan.slot_bytes > plan.chunk_bytes
+    given = [name for name in (("window",) if whole else ("chunk_bytes", "slots", "window")) if getattr(config, name)]
+    remedy = f"Leave out {' and '.join(given)}, use " if given else "Use "
+    if whole:
+        found += ", the largest parameter that is not split"
+        remedy = "Use slots=1, " if not given and plan.slots > 1 and plan.slot_bytes < freed else remedy
+    if plan.window and isinstance(plan.window, int):
+        found += f", and a window of {format_size(plan.window)}"
+    raise OffloadIneffectiveError(
+        f"Offloading would save no device memory: expected slots and window to take less than the {format_size(freed)} "
+        f"of state that leaves the device; found {format_size(taken)} ({found}). {remedy}update_on='host', which needs "
+        "no slots, or fraction=0.0 to keep all state resident."
+    )
 
 
 # A plan as a table #

@@ -9,15 +9,16 @@ faster machine or a larger budget never gives a slower plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
-from offstage.config import OffloadConfig, Placement, format_size
+from offstage.config import OffloadConfig, format_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.planning.group_slots import with_slots
 from offstage.planning.machine import Machine
-from offstage.planning.plan import HOST_SLOTS, Plan, host_share, host_slot_bytes, plan_placements
+from offstage.planning.plan import HOST_SLOTS, HostUpdated, Placed, Plan, host_share, place, slot_bytes_for
 from offstage.planning.predict import (
     CHOSEN,
     Candidate,
@@ -32,7 +33,17 @@ from offstage.planning.predict import (
     kept_weight_share,
     rates_of,
 )
-from offstage.planning.sizes import ParamSize, RankShare, Source, World, param_sizes
+from offstage.planning.sizes import (
+    Mask,
+    Numbers,
+    ParamSize,
+    RankShare,
+    Source,
+    World,
+    largest,
+    param_sizes,
+    total,
+)
 
 _SHARES = tuple(i / 100 for i in range(101))
 """The grid of shares for the CPU."""
@@ -65,10 +76,10 @@ def make_plan(
         _refuse_host(search, chosen)
     if chosen.prediction.device_peak_bytes > machine.device_bytes:
         _refuse_device(search, chosen)
-    plan = plan_placements(search.rank.sizes, search.with_share(chosen.host_fraction))
-    chosen = dataclasses.replace(chosen, prediction=_exact(plan, chosen.prediction, search))
+    placed = search.placed(search.with_share(chosen.host_fraction))
+    chosen = dataclasses.replace(chosen, prediction=_exact(placed, chosen.prediction, search))
     return dataclasses.replace(
-        plan,
+        placed.plan(search.rank.sizes),
         prediction=chosen.prediction,
         candidates=(chosen, *search.others(allowed, chosen)),
         notes=tuple(_notes(search, chosen.prediction)),
@@ -91,29 +102,28 @@ def _on_one_device(sizes: Sequence[ParamSize]) -> Sequence[ParamSize]:
     return sizes
 
 
-def _exact(plan: Plan, prediction: Prediction, search: Search) -> Prediction:
+def _exact(placed: Placed, prediction: Prediction, search: Search) -> Prediction:
     """`prediction` with the exact bytes of the placements, which meet the shares only to within one parameter."""
     workload, config = search.workload, search.config
     speculates = config.update_in_backward and workload.clips
-    staging = plan.slots * plan.slot_bytes
-    window = search.window_bytes(config, staging, plan.bytes_of(Placement.STREAMED))
-    state = plan.bytes_of(Placement.RESIDENT) + staging + int(window)
-    up = down = 0.0
-    for size, placement in zip(plan.sizes, plan.placements, strict=True):
-        active = workload.active_experts if size.expert else 1.0
-        if placement is Placement.STREAMED:
-            up += size.state_bytes * (1.0 if speculates else active)
-            down += size.state_bytes * (1.0 if speculates else active)
-        elif placement is Placement.HOST:
-            up += size.weight_bytes * active
-            down += 2 * size.weight_bytes * active
+    sums, columns, streamed = search.sums(placed), placed.columns, placed.streamed
+    staging = placed.slots * placed.slot_bytes
+    window = search.window_bytes(config, staging, total(columns.state_bytes, streamed))
+    state = sums.resident + staging + int(window)
+
+    def moved(nbytes: Numbers, which: Mask, active: float) -> float:
+        return total(nbytes, which & ~columns.expert) + active * total(nbytes, which & columns.expert)
+
+    both_ways = moved(columns.state_bytes, streamed, 1.0 if speculates else workload.active_experts)
+    weights = moved(columns.weight_bytes, placed.on_host, workload.active_experts)
+    host = sums.off + placed.host_slots * placed.host_slot_bytes
     return dataclasses.replace(
         prediction,
         device_state_bytes=state,
         device_peak_bytes=prediction.device_peak_bytes - prediction.device_state_bytes + state,
-        host_bytes=prediction.host_bytes if speculates else plan.host_bytes,
-        bytes_up=int(up),
-        bytes_down=int(down),
+        host_bytes=prediction.host_bytes if speculates else host,
+        bytes_up=int(both_ways + weights),
+        bytes_down=int(both_ways + 2 * weights),
     )
 
 
@@ -126,10 +136,13 @@ def _refuse_host(search: Search, chosen: Candidate) -> None:
     limit = f"{format_size(machine.host_free_bytes)} free" + (f" for {ranks} ranks" if ranks > 1 else "")
     if search.host_limit < machine.host_free_bytes // ranks:
         limit = f"host_budget={format_size(search.host_limit)}"
+    remedies = ["use master_weights='split' or state_dtype='bfloat16'", "divide the state among more ranks"]
+    if chosen.prediction.device_peak_bytes + missing <= machine.device_bytes:
+        budget = format_size(chosen.prediction.device_state_bytes + missing)
+        remedies.insert(0, f"keep {format_size(missing)} more of the state on the device (device_budget of {budget})")
     raise HostMemoryError(
-        f"The plan needs {format_size(need)} of host memory per rank; found {limit}. Keep {format_size(missing)} more "
-        f"of the state on the device (device_budget of {format_size(chosen.prediction.device_state_bytes + missing)}), "
-        "use master_weights='split' or state_dtype='bfloat16', or divide the state among more ranks."
+        f"The plan needs {format_size(need)} of host memory per rank; found {limit}. To make room, "
+        f"{', or '.join(remedies)}."
     )
 
 
@@ -139,8 +152,7 @@ def _refuse_device(search: Search, chosen: Candidate) -> None:
     remedies = []
     if chosen.resident_bytes > peak - most:
         remedies.append(f"lower device_budget to {format_size(state - (peak - most))}")
-    if not search.config.update_in_backward:
-        remedies.append("use update_in_backward=True without clipping, which keeps only a part of the gradients")
+    # update_in_backward would not help: its first iteration keeps all gradients.
     remedies.append("divide the model among more ranks")
     raise ConfigError(
         f"{search.machine.device_name} with {format_size(most)} cannot hold a peak of {format_size(peak)}, of which "
@@ -163,8 +175,13 @@ def _notes(search: Search, prediction: Prediction) -> Iterator[str]:
         yield f"one rank of {world.ranks:,} ({ways}{experts}){stage}"
     if ranks > 1:
         yield f"{ranks} ranks share a host: a link each; host memory, its bandwidth and the threads in equal parts"
-    if not search.knows_workload:
-        yield "no workload was given, so nothing hides the updates: exposed is an upper bound"
+    if not search.knows_times:
+        yield "no times of forward and backward were given, so nothing hides the updates: exposed is an upper bound"
+    if not search.workload.other_bytes:
+        yield "no bytes of activations were given (the workload's other_bytes): the peak is without them"
+    if search.fits_resident():
+        peak = int(search.totals.state) + search.other_device_bytes(search.config)
+        yield f"all state would fit on the device, at a peak of {format_size(peak)}: offload only if you need the room"
     if search.totals.moved < 1.0:
         yield f"{search.totals.moved:.0%} of the state gets gradients in a step; the rest does not move"
     if search.config.update_in_backward and not search.workload.clips:
@@ -181,6 +198,20 @@ def _notes(search: Search, prediction: Prediction) -> Iterator[str]:
 # Candidates #
 
 
+@dataclass(frozen=True)
+class Sums:
+    """What `Search` needs to know of a `Placed`: bytes."""
+
+    resident: int
+    """Of resident state."""
+    off: int
+    """Of state that is not resident, with alignment."""
+    off_weights: int
+    """Weights of the parameters whose state is not resident."""
+    host: HostUpdated
+    """What is not resident, if the CPU updated it."""
+
+
 class Search:
     """The candidates for one rank's share of a model on one machine."""
 
@@ -189,13 +220,19 @@ class Search:
     ) -> None:
         self.rank, self.machine, self.world = rank, machine, world
         self.workload, self.knows_workload = workload or Workload(), workload is not None
+        self.knows_times = self.workload.compute_ms > 0
         self.config = self._with_budget(config)
-        self.totals = Totals.of(rank.sizes, self.workload.active_experts)
+        columns = rank.columns
+        trained = int((columns.state_bytes > 0).sum())
+        self.totals = Totals.of(columns.summed(), self.workload.active_experts, trained)
         per_param = self.totals.update_bytes / max(1.0, self.totals.params)
         self._rates = rates_of(machine, world.ranks_per_host, config.threads, max(per_param, 1.0))
         self.host_limit = machine.host_free_bytes // world.ranks_per_host
         if config.host_budget is not None:
             self.host_limit = min(self.host_limit, int(config.host_budget))
+        self._largest_whole = largest(rank.columns.padded_bytes, ~rank.columns.splits)
+        self._placed: dict[tuple[object, ...], Placed] = {}
+        self._sums: dict[Placed, Sums] = {}
 
     # Input #
 
@@ -230,6 +267,29 @@ class Search:
         config = config or self.config
         return dataclasses.replace(config, host_fraction=share) if host_share(config) is None else config
 
+    # Placements #
+
+    def placed(self, config: OffloadConfig) -> Placed:
+        """What `plan_placements` decides. Candidates that differ only in when state moves share it."""
+        when = {"overlap_forward": False, "update_in_backward": False}
+        key = tuple(when.get(one.name, getattr(config, one.name)) for one in dataclasses.fields(config))
+        key = tuple(tuple(one.items()) if isinstance(one, Mapping) else one for one in key)
+        if key not in self._placed:
+            self._placed[key] = place(self.rank.columns, config)
+        return self._placed[key]
+
+    def sums(self, placed: Placed) -> Sums:
+        """The sums of one of `placed()`, added up once for all candidates that share it."""
+        if placed not in self._sums:
+            columns, off = placed.columns, ~placed.resident
+            self._sums[placed] = Sums(
+                resident=total(columns.state_bytes, placed.resident),
+                off=total(columns.padded_bytes, off),
+                off_weights=total(columns.weight_bytes, off),
+                host=HostUpdated.of(columns, off),
+            )
+        return self._sums[placed]
+
     # Choice #
 
     def allowed(self) -> list[Candidate]:
@@ -250,6 +310,12 @@ class Search:
     def fits_host(self, candidate: Candidate) -> bool:
         """Whether the host has room for it."""
         return candidate.prediction.host_bytes <= self.host_limit
+
+    def fits_resident(self) -> bool:
+        """Whether no setting asks for offload and the device has room for all state."""
+        config = self.config
+        is_free = config.fraction is None and config.device_budget is None and config.device_peak is None
+        return is_free and self.totals.state + self.other_device_bytes(config) <= self.machine.device_bytes
 
     def misfit(self, candidate: Candidate) -> str:
         """By how much it exceeds which memory; empty if it fits."""
@@ -273,7 +339,7 @@ class Search:
                 continue
             yield self._with_verdict(self.best(self._candidates(name, config)), chosen, needs)
         if chosen.resident_bytes < self.totals.state:
-            everything = plan_placements(self.rank.sizes, OffloadConfig(fraction=0.0))
+            everything = self.placed(OffloadConfig(fraction=0.0))
             yield self._with_resident_verdict(self._candidate("all resident", self.config, everything, 0.0, 1.0))
 
     def _advice(self) -> Iterator[tuple[str, dict[str, object], str]]:
@@ -283,7 +349,7 @@ class Search:
             return
         if config.update_on == "device":
             yield "CPU and device", {"update_on": "auto"}, "needs update_on='auto'"
-        if not self.knows_workload:
+        if not self.knows_times:
             return
         if not config.overlap_forward:
             yield "forward does not wait", {"overlap_forward": True}, "needs overlap_forward=True"
@@ -296,29 +362,30 @@ class Search:
         """One candidate for each share that `config` leaves open. `part` of what could be resident is resident."""
         share = host_share(config)
         if share is not None:
-            return [self._candidate(name, config, plan_placements(self.rank.sizes, config), share, part)]
-        host_only = plan_placements(self.rank.sizes, self.with_share(1.0, config))  # needs no slots
+            return [self._candidate(name, config, self.placed(config), share, part)]
+        host_only = self.placed(self.with_share(1.0, config))  # needs no slots
         last = self._candidate(name, config, host_only, 1.0, part)
         try:
-            streaming = plan_placements(self.rank.sizes, self.with_share(0.0, config))
+            streaming = self.placed(self.with_share(0.0, config))
         except ConfigError:  # there is no room for slots
             return [last]
         return [self._candidate(name, config, streaming, share, part) for share in _SHARES[:-1]] + [last]
 
-    def _candidate(self, name: str, config: OffloadConfig, plan: Plan, share: float, part: float) -> Candidate:
+    def _candidate(self, name: str, config: OffloadConfig, placed: Placed, share: float, part: float) -> Candidate:
         """Only the sums of the placements matter: [Note: fluid model]."""
-        kept = plan.bytes_of(Placement.RESIDENT) * part
+        kept = self.sums(placed).resident * part
         resident = kept / self.totals.state if self.totals.state else 1.0
         off_bytes = self.totals.state - kept
-        largest = max((size.padded_bytes for size in plan.sizes if not size.splits), default=0)
-        chunk = min(max(int(config.chunk_bytes), largest), off_bytes)
-        staging = config.num_slots * plan.slot_bytes if share < 1.0 else 0
-        window = self.window_bytes(config, staging, off_bytes * (1.0 - share))
+        chunk = min(slot_bytes_for(off_bytes, self._largest_whole, config), off_bytes)
+        streamed = off_bytes * (1.0 - share)
+        slot = min(slot_bytes_for(streamed, self._largest_whole, config), off_bytes) if share < 1.0 else 0
+        staging = int(config.num_slots * slot)
+        window = self.window_bytes(config, staging, streamed)
         speculates = config.update_in_backward and self.workload.clips
-        host = self._host_bytes(plan, part, share, speculates=speculates)
+        host = self._host_bytes(self.sums(placed), part, share, speculates=speculates)
         if speculates and host > self.host_limit:  # then step() makes all updates
             config = dataclasses.replace(config, update_in_backward=False)
-            host = self._host_bytes(plan, part, share, speculates=False)
+            host = self._host_bytes(self.sums(placed), part, share, speculates=False)
         shares = Shares(resident, share, window, chunk)
         times = exposed(self.totals, shares, self._rates, config, self.workload)
         state = int(kept + staging + window)
@@ -335,7 +402,7 @@ class Search:
             bytes_up=int(times.work.up),
             bytes_down=int(times.work.down),
             exposed_ms=times.exposed_ms,
-            iteration_ms=self.workload.compute_ms + times.exposed_ms if self.knows_workload else None,
+            iteration_ms=self.workload.compute_ms + times.exposed_ms if self.knows_times else None,
             busy_ms=busy,
             bottleneck=max(busy, key=lambda name: busy[name]),
         )
@@ -349,13 +416,12 @@ class Search:
         room = int(config.device_peak or 0) - self.other_device_bytes(config) - staging
         return max(0.0, min(float(room), streamed)) if self.knows_workload else 0.0
 
-    def _host_bytes(self, plan: Plan, part: float, share: float, *, speculates: bool) -> int:
-        off = [size for size, where in zip(plan.sizes, plan.placements, strict=True) if where is not Placement.RESIDENT]
-        arenas = sum(size.padded_bytes for size in off) + plan.bytes_of(Placement.RESIDENT) * (1.0 - part)
-        slots = HOST_SLOTS * host_slot_bytes(off, int(self.config.chunk_bytes)) if share > 0.0 else 0
+    def _host_bytes(self, sums: Sums, part: float, share: float, *, speculates: bool) -> int:
+        arenas = sums.off + sums.resident * (1.0 - part)
+        slots = HOST_SLOTS * sums.host.slot_bytes(self.config, share) if share > 0.0 else 0
         if not speculates:
             return int(arenas + slots)
-        kept = kept_weight_share(self.config, self.workload)[1] * sum(size.weight_bytes for size in off)
+        kept = kept_weight_share(self.config, self.workload)[1] * sums.off_weights
         return int(arenas + slots + (1.0 - share) * (arenas + kept))
 
     # Verdicts #

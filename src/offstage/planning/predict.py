@@ -33,7 +33,7 @@ OLD_WEIGHTS_ON_HOST = 0.25
 the weights whose gradients come last, when the device is fullest."""
 
 HOST_CHUNK = 3
-"""Chunks that the CPU updates are this many times larger than `chunk_bytes`: every chunk costs its threads some time
+"""Chunks that the CPU updates are this many times larger than others: every chunk costs its threads some time
 under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
 _LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches during backward, where chunks wait for the last of their gradients."""
@@ -205,7 +205,8 @@ class Totals:
     """Share of the state that gets gradients in a step."""
 
     @classmethod
-    def of(cls, sizes: Sequence[ParamSize], active_experts: float = 1.0) -> Totals:
+    def of(cls, sizes: Sequence[ParamSize], active_experts: float = 1.0, tensors: int | None = None) -> Totals:
+        """`tensors`: how many there are, where `sizes` are sums of several."""
         trained = [size for size in sizes if size.state_bytes]
         state = sum(size.state_bytes for size in trained)
         moved = sum(size.state_bytes * (active_experts if size.expert else 1.0) for size in trained)
@@ -213,7 +214,7 @@ class Totals:
             float(state),
             float(sum(size.weight_bytes for size in trained)),
             float(sum(size.numel for size in trained)),
-            float(len(trained)),
+            float(len(trained) if tensors is None else tensors),
             moved / state if state else 1.0,
         )
 

@@ -25,6 +25,7 @@ import torch
 
 from offstage import ConfigError, OffloadedOptimizer, OffstageError, measure_machine, offload
 from offstage.checkpoint.ranks import Ranks
+from offstage.config import format_size
 from offstage.optimizer.optimizer import runtime_of
 from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
@@ -361,9 +362,12 @@ class Training:
             self.folder.write_text(self.folder.config, to_toml(settings))
             about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
             self.folder.write_json(self.folder.run, about)
+            plan = self.optimizer.plan
+            saved = f": {format_size(plan.net_saved_bytes)} saved on the device, net" if plan.host_bytes else ""
             self._progress.say(
-                f"{parameters:,} parameters on {self.parallel.device}, {self.optimizer.plan.summary()}",
+                f"{parameters:,} parameters on {self.parallel.device}, {plan.summary()}{saved}",
                 parameters=parameters,
+                net_saved_bytes=plan.net_saved_bytes,
             )
 
     def _open_sinks(self) -> None:

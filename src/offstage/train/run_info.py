@@ -44,6 +44,7 @@ def run_info(
         "parameters": parameters,
         "tokens_per_step": data.sequence * data.batch * data.micro_batches * parallel.data_ranks,
         "plan": json.loads(optimizer.plan.to_json()),
+        "net_saved_bytes": optimizer.plan.net_saved_bytes,
     }
 
 
