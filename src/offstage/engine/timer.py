@@ -4,11 +4,11 @@
 Two figures, the same on every backend:
 
 - The time of a lane is what its work covers, from when it may begin to when it is done (`lanes/spans.py`). The work of
-  a step is what lanes are given from the end of `step()` to the end of the next: state that is fetched ahead is of the
-  step that uses it.
-- Exposed is how long the caller was held up. On an accelerator the caller is a stream, and it is held up while it waits
-  for updates, wherever it does: in backward, in `step()` or in the next forward. Where lanes do their work at once, in
-  the thread that calls, that thread is held up by all of it: all of `step()`, updates in backward, and fetches ahead.
+  a step is what lanes are given from the end of the step before to its own end: state that is fetched ahead belongs to
+  the step that uses it.
+- Exposed is how long the caller was held up: from where it reaches `step()` to where it leaves it, and wherever else it
+  waits for updates, in backward or in the next forward. On an accelerator the caller is a stream. Where lanes do their
+  work at once, in the thread that submits it, the caller is that thread, and work in backward holds it up as well.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class StepTimer:
             self._reuse(hold.span for hold in self._held_before)
             self._held_before, self._held, self._ahead = self._held, self._ahead, []
             self._underway = True
+        self._lanes.reuse([self._start])
         self._start, self._held_at_start = self._lanes.stamp(Lane.CALLER), len(self._held)
 
     @contextlib.contextmanager
@@ -77,7 +78,7 @@ class StepTimer:
             yield
         finally:
             self._in_step = False
-        if self._lanes.at_once and self._ended > ended:  # else it has made no step
+        if self._ended > ended:  # else it has made no step
             self._held.append(_Hold(Span(start, self._lanes.stamp(Lane.CALLER)), waits=False, in_step=True))
 
     def stop(self) -> None:
@@ -91,25 +92,21 @@ class StepTimer:
             self._logs = [new_log(), *self._logs[:2]]
             self._lanes.open_log(self._logs[0])
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
         """The caller waits for updates within."""
-        start = self._lanes.stamp(Lane.CALLER)
-        yield
-        self._held.append(_Hold(Span(start, self._lanes.stamp(Lane.CALLER)), waits=True, in_step=self._in_step))
+        return contextlib.nullcontext() if self._in_step else self._holding(waits=True)
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """The caller gives work to the lanes within."""
-        return self._working() if self._lanes.at_once and not self._in_step else contextlib.nullcontext()
+        is_held = self._lanes.at_once and not self._in_step
+        return self._holding(waits=False) if is_held else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def _working(self) -> Iterator[None]:
+    def _holding(self, *, waits: bool) -> Iterator[None]:
         start = self._lanes.stamp(Lane.CALLER)
-        try:
-            yield
-        finally:
-            held = self._held if self._underway else self._ahead
-            held.append(_Hold(Span(start, self._lanes.stamp(Lane.CALLER)), waits=False, in_step=False))
+        yield
+        held = self._held if waits or self._underway else self._ahead
+        held.append(_Hold(Span(start, self._lanes.stamp(Lane.CALLER)), waits, in_step=False))
 
     def _reuse(self, spans: Iterable[Span]) -> None:
         self._lanes.reuse(stamp for span in spans if not span.shared for stamp in (span.start, span.stop))

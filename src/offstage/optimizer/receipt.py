@@ -41,8 +41,8 @@ class Receipt:
     host_update_ms: float | None = None
     """For how long the CPU was updating, in the last step: the time of the host lane."""
     exposed_ms: float | None = None
-    """How long the last step held up the caller: its stream, wherever it waited for updates; or, without an
-    accelerator and for weights that live on the host, its thread, which does all of the lanes' work itself."""
+    """How long the last step held up the caller, in `step()` and wherever else it waited for updates: its stream; or,
+    without an accelerator and for weights that live on the host, its thread, which does the lanes' work itself."""
     hidden_ms: float | None = None
     """How much of the transfers, at the link's measured rate, and of the CPU's updates ran under something else."""
     link_measured_gb_per_s: float | None = None
@@ -68,7 +68,9 @@ class Receipt:
 
         Without an accelerator, and for weights that live on the host, the copies are within host memory.
         """
-        return {lane: size / self.lane_ms[lane] / 1e6 for lane, size in self.lane_bytes.items() if self.lane_ms[lane]}
+        return {
+            lane: size / self.lane_ms[lane] / 1e6 for lane, size in self.lane_bytes.items() if self.lane_ms.get(lane)
+        }
 
     def __str__(self) -> str:
         rows = [
