@@ -103,8 +103,10 @@ def test_only_what_the_caller_waits_for_is_exposed(hidden: bool) -> None:
     training = Training(Lane.FETCH, overlap_forward=True)
     known = LAYERS * delay_ms()
     torch.cuda.synchronize()
+    if hidden:  # the host is ahead, so that the caller's stream does not stand idle in step()
+        torch.cuda._sleep(100 * DELAY_CYCLES)
     training.iterate()
-    if hidden:  # the caller's stream has other work until all updates are done
+    if hidden:  # and that stream has other work until all updates are done
         torch.cuda._sleep(20 * LAYERS * DELAY_CYCLES)
     training.iterate()
     receipt = training.optimizer.receipt()  # of the step before
@@ -149,6 +151,16 @@ def test_lanes_are_busy_for_as_long_as_the_receipt_says(config: dict[str, Any]) 
         assert observed["busy_ms"].get(lane, 0.0) == pytest.approx(busy, rel=0.01, abs=0.05)
 
 
+class Spare(list[torch.Event]):
+    """Counts what is taken out, and how often there was nothing."""
+
+    taken = missing = 0
+
+    def pop(self, *args: Any) -> torch.Event:
+        self.taken, self.missing = self.taken + 1, self.missing + (not self)
+        return super().pop(*args)
+
+
 @pytest.mark.parametrize("config", [{}, {"overlap_forward": True}], ids=str)
 def test_events_for_times_are_recorded_again(config: dict[str, Any]) -> None:
     training = Training(**config)
@@ -158,13 +170,3 @@ def test_events_for_times_are_recorded_again(config: dict[str, Any]) -> None:
         training.iterate()
     assert spare.taken > 3 * 3 * LAYERS
     assert spare.missing == 0
-
-
-class Spare(list[torch.Event]):
-    """Counts what is taken out, and how often there was nothing."""
-
-    taken = missing = 0
-
-    def pop(self, *args: Any) -> torch.Event:
-        self.taken, self.missing = self.taken + 1, self.missing + (not self)
-        return super().pop(*args)
