@@ -19,7 +19,6 @@ from unittest import mock
 import torch
 
 from offstage.lanes.accelerator import AcceleratorLanes
-from offstage.lanes.lanes import Lane
 from offstage.lanes.link import use_lanes
 
 
@@ -75,11 +74,8 @@ class ThreadedLanes(AcceleratorLanes):
     def free_bytes(self) -> int:
         return 0
 
-    def stamp(self, lane: Lane) -> float:
+    def _stamp(self, stream: Any) -> float:
         return time.perf_counter()
-
-    def elapsed_ms(self, start: float, stop: float) -> float:
-        return (stop - start) * 1e3
 
 
 def with_threads() -> contextlib.AbstractContextManager[None]:

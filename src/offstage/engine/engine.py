@@ -138,7 +138,8 @@ class Engine:
         if not updates:
             return
         try:
-            self._take(self.round, updates, keep=self.round.speculative and not decided)
+            with self.transport.timer.working():
+                self._take(self.round, updates, keep=self.round.speculative and not decided)
         except BaseException:
             for update in updates:
                 if (memory := self.round.on_device.get(update.of)) is not None:
@@ -182,10 +183,11 @@ class Engine:
         """Update what is resident of `states`, and their chunks for which all gradients are there."""
         round = self.round
         assert round is not None
-        self._update_resident([round.ready[state] for state in states])
-        for chunk in dict.fromkeys(chunk for state in states for chunk in self.arenas.chunks_of.get(state, ())):
-            if all(piece.owner in round.left or _is_idle(piece.owner) for piece in chunk.pieces):
-                self._update_chunk(chunk)
+        with self.transport.timer.working():
+            self._update_resident([round.ready[state] for state in states])
+            for chunk in dict.fromkeys(chunk for state in states for chunk in self.arenas.chunks_of.get(state, ())):
+                if all(piece.owner in round.left or _is_idle(piece.owner) for piece in chunk.pieces):
+                    self._update_chunk(chunk)
 
     def _flush(self) -> None:
         """Update everything that was taken and is not under way yet, in the order in which forward needs it."""
@@ -312,10 +314,11 @@ class Engine:
         if not pipeline.staged:
             # What the next step will probably update: what had no gradient the last time is not fetched.
             self._ahead = self.arenas.chunks_with(self._last_ready)
-        for _ in range(at_most):  # the next hook goes on: backward's own launches must not wait for all of them
-            if pipeline.room_ahead <= 0 or (found := next(self._ahead, None)) is None:
-                return
-            pipeline.fetch_ahead(Trip(*found))
+        with self.transport.timer.working():
+            for _ in range(at_most):  # the next hook goes on: backward's own launches must not wait for all of them
+                if pipeline.room_ahead <= 0 or (found := next(self._ahead, None)) is None:
+                    return
+                pipeline.fetch_ahead(Trip(*found))
 
     # Settling
 
@@ -339,7 +342,7 @@ class Engine:
         if not due:
             return
         lanes = self.transport.lanes
-        with self.transport.timer.exposed():
+        with self.transport.timer.waiting():
             self._wait(due, reason)
         updates = [pending.update for pending in due]
         if lanes.checks:
@@ -415,7 +418,8 @@ class Engine:
             self.transport.pipeline.reset()
         if round.ready:
             try:
-                lanes.wait(self._last_update, "redo: the speculative updates are done")
+                with self.transport.timer.waiting():
+                    lanes.wait(self._last_update, "redo: the speculative updates are done")
             except Exception as error:  # not all old weights were kept
                 self._lose(error)
         for state, old in round.old_weights.items():

@@ -6,14 +6,11 @@ As long as nothing is off the device its lanes are immediate and it owns no memo
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -22,9 +19,10 @@ from offstage.engine.arenas import Arenas
 from offstage.engine.external_writes import ExternalWrites
 from offstage.engine.host_updates import HostUpdates
 from offstage.engine.pipeline import Pipeline
+from offstage.engine.timer import StepTimer
 from offstage.errors import OffstageError
 from offstage.lanes.host_threads import HostThreads, may_wait_for_threads
-from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes
+from offstage.lanes.lanes import ImmediateLanes, Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.arena import check_owner
 from offstage.memory.cpus import beside_a_loop, cpus_near, num_threads
@@ -33,54 +31,6 @@ from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
 
 logger = logging.getLogger("offstage")
-
-
-class StepTimer:
-    """Stamps of one device's last step. Taking them waits for nothing; reading them does."""
-
-    def __init__(self, lanes: Lanes) -> None:
-        self._lanes = lanes
-        self._start: Any = None
-        self._step: Any = None
-        self._waits_in_backward = 0
-        self._stops: dict[Lane, Any] = {}
-        self._waits: list[tuple[Any, Any]] = []
-        self._waits_before: list[tuple[Any, Any]] = []
-
-    def start(self) -> None:
-        """The caller's stream reaches the step's first gradients. Whatever waited for the step before has done so."""
-        self._start = self._lanes.stamp(Lane.CALLER)
-        self._waits_before, self._waits = self._waits, []
-
-    def reach_step(self) -> None:
-        """The caller's stream reaches `step()`: backward is over."""
-        self._step, self._waits_in_backward = self._lanes.stamp(Lane.CALLER), len(self._waits)
-
-    def backward_ms(self) -> float:
-        """From the first update in backward to `step()`, without waiting for updates."""
-        waits = self._waits[: self._waits_in_backward]
-        waited = sum(self._lanes.elapsed_ms(before, after) for before, after in waits)
-        return self._lanes.elapsed_ms(self._start, self._step) - waited
-
-    @contextlib.contextmanager
-    def exposed(self) -> Iterator[None]:
-        """The caller's stream waits for updates within."""
-        before = self._lanes.stamp(Lane.CALLER)
-        yield
-        self._waits.append((before, self._lanes.stamp(Lane.CALLER)))
-
-    def stop(self) -> None:
-        self._stops = {lane: self._lanes.stamp(lane) for lane in (Lane.FETCH, Lane.UPDATE, Lane.STORE)}
-
-    def read(self) -> dict[Lane, float]:
-        """Milliseconds from the start to each lane's end; empty before the first step."""
-        # A lane may have been done before the gradients were ready: nothing of it was waited for.
-        return {lane: max(0.0, self._lanes.elapsed_ms(self._start, stop)) for lane, stop in self._stops.items()}
-
-    def exposed_ms(self, *, last: bool) -> float:
-        """How long the caller's stream stood still for the last step, or for the one before."""
-        waits = self._waits if last else self._waits_before
-        return sum(max(0.0, self._lanes.elapsed_ms(before, after)) for before, after in waits)
 
 
 class Transport:
@@ -118,6 +68,7 @@ class Transport:
         if not self.is_open:
             self._link = link_for(self.device)
             self._connect(self._link.lanes())
+            self.timer.open_log()
             # torch has threads of its own, and a set of them for each thread that calls it.
             asked = 1 if self._rule.threads_itself else self._config.threads
             self.lanes.threads = _threads_near(self.device, asked)
@@ -241,14 +192,9 @@ class Transport:
         return self._arenas.nbytes + max(self.staging_bytes, self.host_updates.nbytes)
 
     @property
-    def host_busy_s(self) -> float:
-        """For how long the CPU was updating, so far."""
-        return self.lanes.threads.busy_s if self.is_open else 0.0
-
-    @property
     def host_gb_per_s(self) -> float:
         """State that the CPU updates, over the time in which it did so far."""
-        busy = self.host_busy_s
+        busy = self.lanes.threads.busy_s if self.is_open else 0.0
         return self.bytes_updated_on_host / busy / 1e9 if busy else 0.0
 
 

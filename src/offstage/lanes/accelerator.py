@@ -8,6 +8,7 @@ by a feeder thread. The host waits in `synchronize`, and for marks that are stil
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,20 @@ from typing import Any
 import torch
 
 from offstage.lanes.host_threads import HostThreads, Slice
-from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Priority, Work, pieces_of
+from offstage.lanes.lanes import (
+    UNORDERED,
+    Buffers,
+    Lane,
+    Lanes,
+    Log,
+    Mark,
+    Place,
+    Priority,
+    Work,
+    carried_bytes,
+    note,
+    pieces_of,
+)
 from offstage.lanes.promises import Promise, promised_after
 
 _MOST_UNDER_WAY = 112
@@ -47,6 +61,8 @@ class AcceleratorLanes(Lanes):
         """Of work that has not been given to its stream yet, and some that has."""
         self._look_through_at = 64
         self._blocks = False
+        self._spare_stamps: list[torch.Event] = []
+        """To be recorded again: a step makes no new ones once it has as many as it needs."""
 
     def submit(
         self,
@@ -69,9 +85,11 @@ class AcceleratorLanes(Lanes):
                 self._under_way[lane][0].synchronize()
             else:
                 promises = [self._room(lane)]
+        logs = self.logs  # of now: the work may be given to its stream in a later step
+        nbytes = carried_bytes(lane, writes) if logs else 0
         if not promises:
-            return self._submit(lane, work, marks)
-        made = self._promise(promises, lambda promise: promise.resolve(self._submit(lane, work, marks)))
+            return self._submit(lane, work, marks, logs, nbytes)
+        made = self._promise(promises, lambda promise: promise.resolve(self._submit(lane, work, marks, logs, nbytes)))
         self._last[lane] = made
         return made
 
@@ -103,14 +121,19 @@ class AcceleratorLanes(Lanes):
         self._feeder.give([], wait=oldest.synchronize, done=lambda error: room.resolve())
         return room
 
-    def _submit(self, lane: Lane, work: Work, after: Iterable[Mark | None]) -> torch.Event:
+    def _submit(
+        self, lane: Lane, work: Work, after: Iterable[Mark | None], logs: Sequence[Log], nbytes: int
+    ) -> torch.Event:
         queue = self._queues[lane]
         stream = queue.next()
         for mark in after:
             if (event := _event(mark)) is not None:
                 stream.wait_event(event)
+        start = self._stamp(stream) if logs else None
         with _span(lane):
             mark = queue.run(work)
+        if logs:
+            note(logs, lane, start, self._stamp(queue.stream), nbytes)
         self._under_way[lane].append(mark)
         if len(self._under_way[lane]) > _MOST_UNDER_WAY:  # one of several in a row that the feeder gives
             self._under_way[lane].popleft().synchronize()
@@ -124,17 +147,24 @@ class AcceleratorLanes(Lanes):
         reads: Buffers = (),
         writes: Buffers = (),
     ) -> Mark:
-        marks = list(after.values())
+        marks, logs, start = list(after.values()), self.logs, 0.0
 
         def wait() -> None:
+            nonlocal start
             for mark in marks:
                 if (event := _event(mark)) is not None:
                     event.synchronize()
+            start = time.perf_counter()
+
+        def end(promise: Promise, error: BaseException | None) -> None:
+            if error is not None:
+                promise.reject(error)
+                return
+            note(logs, Lane.HOST, start, time.perf_counter())
+            promise.resolve()
 
         def give(promise: Promise) -> None:
-            self.threads.give(
-                slices, wait=wait, done=lambda error: promise.reject(error) if error else promise.resolve()
-            )
+            self.threads.give(slices, wait=wait, done=lambda error: end(promise, error))
 
         return self._promise([mark for mark in marks if isinstance(mark, Promise)], give)
 
@@ -230,13 +260,21 @@ class AcceleratorLanes(Lanes):
             return self._promise([last], lambda promise: promise.resolve(self._stamp(self._queues[lane].stream)))
         return self._stamp(self._caller() if lane is Lane.CALLER else self._queues[lane].stream)
 
-    def _stamp(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(self.device, enable_timing=True)
+    def _stamp(self, stream: torch.Stream) -> Any:
+        try:
+            event = self._spare_stamps.pop()
+        except IndexError:
+            event = torch.Event(self.device, enable_timing=True)
         event.record(stream)
         return event
 
+    def reuse(self, stamps: Iterable[Any]) -> None:
+        self._spare_stamps.extend(stamp for stamp in stamps if isinstance(stamp, torch.Event))
+
     def elapsed_ms(self, start: Any, stop: Any) -> float:
         start, stop = _event(start), _event(stop)
+        if isinstance(start, float):  # of the host's threads
+            return float(1e3 * (stop - start))
         start.synchronize()
         stop.synchronize()
         return float(start.elapsed_time(stop))

@@ -8,6 +8,8 @@ wait closes, and with the buffers it reads and writes. The caller's current stre
 - `ImmediateLanes`: without an accelerator, or with nothing off the device; work runs when it is submitted.
 - `LazyLanes`: for tests; work runs as late and as out of order as its marks allow.
 
+Lanes note when they were busy, in every log that is open (`open_log`).
+
 Lifetime: a tensor used on a lane is dropped through `release(tensor, after=...)` or after the caller has waited.
 
 [Note: the link takes turns] A device's copy engine serves one stream until that stream has to wait for something, and
@@ -31,6 +33,7 @@ from typing import Any
 import torch
 
 from offstage.lanes.host_threads import HostThreads, Slice
+from offstage.lanes.spans import Span
 
 Mark = Any
 """A point in a lane that others can wait for. Opaque; made by `submit` and `mark`."""
@@ -60,6 +63,14 @@ class Lane(enum.Enum):
 
 UNORDERED = (Lane.GRADIENTS_DOWN, Lane.HOST, Lane.WEIGHTS_UP)
 """Their work has no order but that of its marks: host threads submit it as they finish."""
+CARRIES = (Lane.FETCH, Lane.STORE, Lane.GRADIENTS_DOWN, Lane.WEIGHTS_UP)
+"""Their work copies between host and device."""
+Log = dict[Lane, list[Span]]
+"""When each lane was busy. Threads append to its lists."""
+
+
+def new_log() -> Log:
+    return {lane: [] for lane in Lane if lane is not Lane.CALLER}
 
 
 class Priority:
@@ -74,6 +85,10 @@ class Lanes(ABC):
     device: torch.device
     checks = False
     """True where declared buffers are looked at: callers may skip collecting them otherwise."""
+    at_once = False
+    """True where `submit` does the work, in the thread that calls it."""
+    logs: tuple[Log, ...] = ()
+    """The open ones."""
     threads: HostThreads
     """The host lane's workers; set by the user of the lanes."""
     priority: Priority
@@ -196,6 +211,17 @@ class Lanes(ABC):
     def elapsed_ms(self, start: Any, stop: Any) -> float:
         """Milliseconds between two stamps. Waits until both have been reached."""
 
+    def reuse(self, stamps: Iterable[Any]) -> None:  # noqa: B027
+        """Stamps that will not be read any more."""
+
+    def open_log(self, log: Log) -> None:
+        """Note in `log` when the work was done that is submitted from now on."""
+        self.logs = (*self.logs, log)
+
+    def close_log(self, log: Log) -> None:
+        """Work that was submitted before is still noted, when it is done."""
+        self.logs = tuple(one for one in self.logs if one is not log)
+
     def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:  # noqa: B027
         """Declare what the caller's stream does with buffers that lanes use too."""
 
@@ -205,6 +231,8 @@ class Lanes(ABC):
 
 class ImmediateLanes(Lanes):
     """Work runs at once, on the caller's stream: every mark has passed when it is made."""
+
+    at_once = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -219,8 +247,11 @@ class ImmediateLanes(Lanes):
         writes: Buffers = (),
         low_priority: bool = False,
     ) -> Mark:
+        start = time.perf_counter()
         with on_device(self.device):
             run_all(work)
+        if self.logs:
+            note(self.logs, lane, start, time.perf_counter(), carried_bytes(lane, writes))
         return None
 
     def submit_on_host(
@@ -231,7 +262,9 @@ class ImmediateLanes(Lanes):
         reads: Buffers = (),
         writes: Buffers = (),
     ) -> Mark:
+        start = time.perf_counter()
         self.threads.run(slices)
+        note(self.logs, Lane.HOST, start, time.perf_counter())
         return None
 
     def mark(self) -> Mark:
@@ -261,6 +294,18 @@ class ImmediateLanes(Lanes):
 
     def elapsed_ms(self, start: float, stop: float) -> float:
         return (stop - start) * 1e3
+
+
+def carried_bytes(lane: Lane, writes: Buffers) -> int:
+    """What work of `lane` carries over the link."""
+    return sum(buffer.nbytes for buffer in writes) if lane in CARRIES else 0
+
+
+def note(logs: Sequence[Log], lane: Lane, start: Any, stop: Any, nbytes: int = 0) -> None:
+    """A piece of work was done from `start` to `stop`, or its stream will have done it."""
+    span = Span(start, stop, nbytes, shared=len(logs) > 1)
+    for log in logs:
+        log[lane].append(span)
 
 
 def pieces_of(work: Work) -> Sequence[Callable[[], None]]:

@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from offstage.config import format_size
+from offstage.engine.timer import StepTimer
+from offstage.engine.timer import exposed_ms as exposed_of
+from offstage.lanes.lanes import Lane
 from offstage.optimizer.runtime import Runtime
+
+_ALWAYS = (Lane.FETCH, Lane.UPDATE, Lane.STORE)
+"""Lanes that are shown whether they had work or not."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,13 @@ class Receipt:
     """Device memory that all state would take if it were resident, less what state, slots and window take there. Slots
     count from the beginning, though the first step allocates them."""
     lane_ms: dict[str, float] = field(default_factory=dict)
-    """From the first gradient that was taken to the end of each lane's work, in the last step."""
+    """For how long each lane was busy with its own work for the last step: waiting does not count, and what runs at the
+    same time counts once. Fetch, update and store; also lower, host and raise if the CPU updates. Devices add up."""
     host_update_ms: float | None = None
-    """For how long the CPU was updating, in the last step."""
+    """For how long the CPU was updating, in the last step: the time of the host lane."""
     exposed_ms: float | None = None
-    """How long the last step held up the caller's stream, wherever it waited."""
+    """How long the last step held up the caller, in `step()` and wherever else it waited for updates: its stream; or,
+    without an accelerator and for weights that live on the host, its thread, which does the lanes' work itself."""
     hidden_ms: float | None = None
     """How much of the transfers, at the link's measured rate, and of the CPU's updates ran under something else."""
     link_measured_gb_per_s: float | None = None
@@ -52,12 +62,18 @@ class Receipt:
     """What does not happen as it was asked for, and why."""
     advice: str | None = None
     """What would hide more, if anything would."""
+    lane_bytes: dict[str, int] = field(default_factory=dict)
+    """What each lane that copies has carried for the last step."""
 
     @property
     def link_gb_per_s(self) -> dict[str, float]:
-        """Rate of each direction over its lane's time."""
-        moved = {"fetch": self.bytes_fetched, "store": self.bytes_stored}
-        return {lane: size / self.lane_ms[lane] / 1e6 for lane, size in moved.items() if self.lane_ms.get(lane)}
+        """What each lane that copies carried over the time in which it was busy.
+
+        Without an accelerator, and for weights that live on the host, the copies are within host memory.
+        """
+        return {
+            lane: size / self.lane_ms[lane] / 1e6 for lane, size in self.lane_bytes.items() if self.lane_ms.get(lane)
+        }
 
     def __str__(self) -> str:
         rows = [
@@ -69,6 +85,8 @@ class Receipt:
         ]
         rates = self.link_gb_per_s
         for lane, milliseconds in self.lane_ms.items():
+            if lane == Lane.HOST.value:
+                continue  # below
             rate = f", {rates[lane]:.1f} GB/s" if lane in rates else ""
             rows.append((f"{lane} lane", f"{milliseconds:.2f} ms{rate}"))
         if self.host_update_ms is not None:
@@ -114,11 +132,13 @@ def make_receipt(runtime: Runtime) -> Receipt:
     # With overlap the waits for a step end only in the iteration after it: the step before is the last complete one.
     late = runtime.config.overlap_forward or runtime.config.update_in_backward
     timers = [engine.transport.timer for engine in engines if engine.transport.is_open]
-    times = [time for time in (timer.read() for timer in timers) if time]
-    exposed = max(timer.exposed_ms(last=not late) for timer in timers) if times else None
+    timers = [timer for timer in timers if timer.has_times]
+    lane_ms, lane_bytes = _lanes(timers)
+    host_ms = lane_ms.get(Lane.HOST.value, 0.0)
+    exposed = exposed_of(timers, last=not late) if timers else None
     link = min((engine.transport.link_gb_per_s for engine in engines if engine.transport.link_gb_per_s), default=None)
     fetched, stored = runtime.places.moved_bytes()
-    transfer = max(max(runtime.last_moved) / link / 1e6, 1e3 * runtime.last_host_s) if link else None
+    transfer = max(max(runtime.last_moved) / link / 1e6, host_ms) if link else None
     counters = [runtime.rule.external_writes(engine.device) for engine in engines]
     on_device = sum(runtime.device_state_bytes(engine.device) for engine in engines)
     to_come = sum(engine.transport.pipeline.missing_bytes for engine in engines)
@@ -131,8 +151,8 @@ def make_receipt(runtime: Runtime) -> Receipt:
         device_state_bytes=on_device,
         host_state_bytes=sum(engine.transport.host_bytes for engine in engines),
         net_saved_bytes=sum(state.nbytes for state in runtime.all_states()) - on_device - to_come,
-        host_update_ms=1e3 * runtime.last_host_s if any(engine.transport.staging_bytes for engine in engines) else None,
-        lane_ms={lane.value: max(time[lane] for time in times) for lane in (times[0] if times else ())},
+        host_update_ms=host_ms if any(engine.transport.staging_bytes for engine in engines) else None,
+        lane_ms=lane_ms,
         exposed_ms=exposed,
         hidden_ms=None if transfer is None or exposed is None else max(0.0, transfer - exposed),
         link_measured_gb_per_s=link,
@@ -144,4 +164,16 @@ def make_receipt(runtime: Runtime) -> Receipt:
         speculation_misses=runtime.speculation.misses,
         fallbacks=tuple(runtime.fallbacks()),
         advice=_advise(runtime, exposed, transfer),
+        lane_bytes=lane_bytes,
     )
+
+
+def _lanes(timers: Sequence[StepTimer]) -> tuple[dict[str, float], dict[str, int]]:
+    """For how long each lane was busy for the last step, and what it carried; empty before the first step."""
+    times: Counter[Lane] = Counter()
+    carried: Counter[Lane] = Counter()
+    for timer in timers:
+        times.update(timer.lane_ms())  # type: ignore[arg-type]
+        carried.update(timer.lane_bytes())
+    shown = [lane for lane in Lane if timers and (lane in _ALWAYS or lane in times)]
+    return {lane.value: float(times[lane]) for lane in shown}, {lane.value: size for lane, size in carried.items()}

@@ -11,6 +11,7 @@ A backward takes the turn in autograd's thread: code that holds it must not call
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -71,8 +72,6 @@ class Runtime:
         self._groups = groups
         self._lost: str | None = None
         self._moved_until = (0, 0)
-        self._host_s_before = 0.0
-        """For how long the CPU had been updating when the last iteration began."""
         self._norm_on_host: torch.Tensor | None = None
         self._taken: dict[torch.Tensor, torch.dtype] = {}
         """Gradients, by dtype, that steps have taken and that plain torch would have left to be zeroed."""
@@ -134,8 +133,12 @@ class Runtime:
     def step(self) -> None:
         """Make the step of the gradients that there are, or nothing if their norm forbids it."""
         self.follow_groups()
-        for engine in self.engines:
-            engine.transport.timer.reach_step()
+        with contextlib.ExitStack() as timed:
+            for engine in self.engines:
+                timed.enter_context(engine.transport.timer.step())
+            self._step()
+
+    def _step(self) -> None:
         if self.iteration.norm is not None and not self._norm_allows(self.iteration.norm):
             return
         if (changed := self.iteration.what_changed(self.groups, self.defaults)) is not None:
@@ -164,7 +167,6 @@ class Runtime:
         ]
 
     def _begin(self) -> None:
-        self._host_s_before = sum(engine.transport.host_busy_s for engine in self.engines)
         self.iteration.begin(self.groups, copies_lr=self.config.overlaps)
 
     def begin_in_backward(self) -> None:
@@ -414,7 +416,6 @@ class Runtime:
         self.places.close()
         self.places, self.config = places, config
         self.iteration.revert()  # the next one is of the new places
-        self._host_s_before = 0.0
         if self.speculation.clips:
             self.arm_speculation()
         if self.overlap is not None:
@@ -463,11 +464,6 @@ class Runtime:
     def plan(self) -> Plan:
         """Where each parameter's state lives, in the order of `param_groups`."""
         return self.places.plan(self.all_states())
-
-    @property
-    def last_host_s(self) -> float:
-        """Seconds in which the CPU was updating since the last iteration began; with overlap, after `step()` too."""
-        return sum(engine.transport.host_busy_s for engine in self.engines) - self._host_s_before
 
     def device_state_bytes(self, device: torch.device) -> int:
         """State on `device` now: resident state and slots."""

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from offstage import OffloadedOptimizer, OffstageError
+from offstage.engine.timer import StepTimer, exposed_ms
+from offstage.lanes.lanes import Lane
 from offstage.optimizer.optimizer import runtime_of
 from offstage.train.reading import BadFileError, parse_object, read_lines
 from offstage.train.run_folder import named
@@ -50,7 +52,7 @@ class Row:
     """The most there was so far."""
     host_rss_bytes: int
     exposed_ms: float | None
-    """How long the caller's stream waited for this step's updates."""
+    """How long this step's updates held up the caller's stream, or its thread, as in the receipt."""
     hidden_ms: float | None
     """Time of transfers, at the link's rate, and of updates on the host that overlapped other work."""
     bytes_fetched: int
@@ -81,7 +83,6 @@ class _Underway:
     phases: list[tuple[str, Any]]
     """The beginning of each phase between `begin` and `end`."""
     moved: tuple[int, int]
-    host_s: float
     skipped: bool
 
 
@@ -133,7 +134,6 @@ class Meter:
             end=self._stamp(),
             phases=self._phases,
             moved=moved,
-            host_s=self._runtime.last_host_s,
             skipped=skipped,
         )
         return before
@@ -148,7 +148,7 @@ class Meter:
         loss, norm = underway.values.tolist()
         step_ms = self._elapsed_ms(underway.begin, underway.end)
         self._time_phases(underway)
-        exposed = None if underway.skipped else self._exposed_ms(last=not queued)
+        exposed = None if underway.skipped else self.exposed_ms(last=not queued)
         return Row(
             step=underway.step,
             loss=_finite(loss),
@@ -160,7 +160,7 @@ class Meter:
             device_peak_bytes=None if self._on_host else torch.accelerator.max_memory_allocated(self._device),
             host_rss_bytes=host_rss_bytes(),
             exposed_ms=exposed,
-            hidden_ms=self._hidden_ms(underway, exposed),
+            hidden_ms=self._hidden_ms(underway, exposed, last=not queued),
             bytes_fetched=underway.moved[0],
             bytes_stored=underway.moved[1],
             skipped=underway.skipped,
@@ -174,17 +174,21 @@ class Meter:
         for phase, ms in took.items():
             self._recent.setdefault(phase, deque(maxlen=self.RECENT)).append(ms)
 
-    def _exposed_ms(self, *, last: bool) -> float | None:
-        timers = [engine.transport.timer for engine in self._runtime.engines if engine.transport.is_open]
-        return round(max(timer.exposed_ms(last=last) for timer in timers), 3) if timers else None
+    def exposed_ms(self, *, last: bool, in_step: bool = True) -> float | None:
+        """How long the last step, or the one before, held up the caller; `in_step`: also in `step()`."""
+        timers = self._timers()
+        return round(exposed_ms(timers, last=last, in_step=in_step), 3) if timers else None
 
-    def _hidden_ms(self, underway: _Underway, exposed: float | None) -> float | None:
+    def _hidden_ms(self, underway: _Underway, exposed: float | None, *, last: bool) -> float | None:
         rates = [engine.transport.link_gb_per_s for engine in self._runtime.engines]
         link = min((rate for rate in rates if rate), default=None)
         if link is None or exposed is None:
             return None
-        busy = max(max(underway.moved) / link / 1e6, 1e3 * underway.host_s)
-        return round(max(0.0, busy - exposed), 3)
+        host_ms = sum(sum(timer.lane_ms([Lane.HOST], last=last).values()) for timer in self._timers())
+        return round(max(0.0, max(max(underway.moved) / link / 1e6, host_ms) - exposed), 3)
+
+    def _timers(self) -> list[StepTimer]:
+        return [engine.transport.timer for engine in self._runtime.engines if engine.transport.is_open]
 
     def _stamp(self) -> Any:
         if self._on_host:

@@ -88,7 +88,7 @@ class Observer:
         self._allocations = Allocations() if self._on_host and not is_compiled else None
         if self._on_host and self._allocations is None:
             self._note("the model is compiled: on the CPU its activations are not counted")
-        self._watch = LaneWatch(_lanes(model, optimizer), at_submit=self._on_host)
+        self._watch = LaneWatch(_lanes(model, optimizer))
         self._trace: DeviceTrace | None = None
         self._cpu = CpuUse()
         self._open = contextlib.ExitStack()
@@ -112,9 +112,8 @@ class Observer:
         if self._trace is not None:
             self._trace.begin()
         self._clock.start()
-        began = time.perf_counter()
-        self._cpu.start(began)
-        self._watch.start(began)
+        self._cpu.start(self._clock.began)
+        self._watch.start()
         if self._allocations is not None:
             self._open.enter_context(self._leaving_out_slots(self._allocations))
             self._open.enter_context(self._allocations)
@@ -260,7 +259,8 @@ class Observer:
         spans: Spans = {}
         with self._harmless("torch's profile could not be read: no timeline of the lanes"):
             spans = self._trace.spans() if self._trace is not None else {}
-        spans |= {lane: found for lane, found in self._watch.spans().items() if self._on_host or lane == "host"}
+        with self._harmless("the lanes' times could not be read"):
+            spans |= self._watch.spans(self._clock.began, self._clock.start_stamp)
         phases = self._timed_phases(end)
         if self._on_host:
             spans[COMPUTE] = _between(phases, spans)
@@ -297,10 +297,13 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start: Any = None
+        self.start_stamp: Any = None
+        self.began = 0.0
+        """The same moment by `time.perf_counter`."""
 
     def start(self) -> None:
-        self._start = self.stamp()
+        self.start_stamp = self.stamp()
+        self.began = time.perf_counter() if self._device.type != "cpu" else self.start_stamp
 
     def stamp(self) -> Any:
         if self._device.type == "cpu":
@@ -312,9 +315,9 @@ class _Clock:
     def ms(self, stamp: Any) -> float:
         """Since the start. Waits until the device has reached the stamp."""
         if self._device.type == "cpu":
-            return float(1e3 * (stamp - self._start))
+            return float(1e3 * (stamp - self.start_stamp))
         stamp.synchronize()
-        return float(self._start.elapsed_time(stamp))
+        return float(self.start_stamp.elapsed_time(stamp))
 
 
 def _numbered(device: torch.device) -> torch.device:

@@ -83,7 +83,8 @@ def predicted_plan(
     if not placed.slots or forward is None or backward is None:
         return None
     offload, parts = config.offload, config.data.micro_batches
-    waited = (optimizer.receipt().exposed_ms or 0.0) if offload.overlap_forward or offload.update_in_backward else 0.0
+    overlaps = offload.overlap_forward or offload.update_in_backward
+    waited = (meter.exposed_ms(last=False, in_step=False) or 0.0) if overlaps else 0.0
     share = max(0.0, 1.0 - waited / (forward + backward)) / parts
     if offload.update_on == "auto" and offload.host_fraction is None:
         offload = dataclasses.replace(offload, host_fraction=placed.host_share)

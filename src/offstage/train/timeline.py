@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """When each lane worked, how many bytes it carried, and how many CPU cores were busy, through one iteration.
 
-- `LaneWatch` wraps the lanes' `submit`: on the CPU, where work runs as it is submitted, it times all of it; beside an
-  accelerator, the updates of host threads.
-- `DeviceTrace` is torch's profiler, for work on an accelerator. Work belongs to the lane whose stream it ran on; the
-  spans `offstage: fetch` and so on, in which lanes launch their work, identify each lane's stream.
+- `LaneWatch` reads the spans that lanes note of their own work: the receipt's lane times are of the same spans.
+- `DeviceTrace` is torch's profiler, for the model's work on an accelerator and that of others. Work belongs to the lane
+  whose stream it ran on; the spans `offstage: fetch` and so on, in which lanes launch their work, identify each lane's
+  stream.
 - `CpuUse` samples the process's CPU time.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import threading
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,8 +24,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from offstage.lanes.host_threads import Slice
-from offstage.lanes.lanes import Buffers, Lane, Lanes, Mark
+from offstage.lanes.lanes import Lane, Lanes, new_log
+from offstage.lanes.spans import covered_ms
 from offstage.memory.cpus import usable_cpus
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.memory.threads import start_some
@@ -45,7 +44,6 @@ MOST_SPANS = 400
 NUM_BINS = 120
 """Of the link's use over time."""
 
-_CARRIES = (Lane.FETCH, Lane.STORE, Lane.GRADIENTS_DOWN, Lane.WEIGHTS_UP)
 _UP, _DOWN = ("fetch", "raise"), ("store", "lower")
 _SPAN = "offstage: "
 """Prefix of the names of the spans in which lanes launch work (`lanes/lanes.py`)."""
@@ -59,57 +57,29 @@ _MOST_CPU_SAMPLES = 400
 
 
 class LaneWatch:
-    """Times the work of `lanes` between `start` and `stop`."""
+    """When `lanes` worked between `start` and `stop`."""
 
-    def __init__(self, lanes: Sequence[Lanes], *, at_submit: bool) -> None:
-        """`at_submit`: work runs as it is submitted, and not in a stream."""
-        self._lanes, self._at_submit = list(lanes), at_submit
-        self._found: dict[str, list[Span]] = defaultdict(list)
-        self._lock = threading.Lock()
-        self._began = 0.0
+    def __init__(self, lanes: Sequence[Lanes]) -> None:
+        self._logs = [(one, new_log()) for one in lanes]
 
-    def start(self, began: float) -> None:
-        """`began`: when the iteration did, by `time.perf_counter`."""
-        self._began = began
-        for lanes in self._lanes:
-            # Set on the objects, over the class's methods, so that `stop` only has to remove them.
-            vars(lanes)["submit_on_host"] = self._submit_on_host(lanes.submit_on_host)
-            if self._at_submit:
-                vars(lanes)["submit"] = self._submit(lanes.submit)
+    def start(self) -> None:
+        for lanes, log in self._logs:
+            lanes.open_log(log)
 
     def stop(self) -> None:
-        for lanes in self._lanes:
-            for name in ("submit", "submit_on_host"):
-                vars(lanes).pop(name, None)
+        for lanes, log in self._logs:
+            lanes.close_log(log)
 
-    def spans(self) -> Spans:
-        with self._lock:
-            return {lane: sorted(spans) for lane, spans in self._found.items()}
-
-    def _submit(self, inner: Callable[..., Mark]) -> Callable[..., Mark]:
-        def submit(lane: Lane, work: Any, *, writes: Buffers = (), **others: Any) -> Mark:
-            start = time.perf_counter()
-            mark = inner(lane, work, writes=writes, **others)
-            self._add(lane, start, sum(buffer.nbytes for buffer in writes) if lane in _CARRIES else 0)
-            return mark
-
-        return submit
-
-    def _submit_on_host(self, inner: Callable[..., Mark]) -> Callable[..., Mark]:
-        def submit_on_host(slices: Sequence[Slice], **others: Any) -> Mark:
-            return inner([functools.partial(self._run, piece) for piece in slices], **others)
-
-        return submit_on_host
-
-    def _run(self, piece: Slice) -> None:
-        start = time.perf_counter()
-        piece()
-        self._add(Lane.HOST, start, 0)
-
-    def _add(self, lane: Lane, start: float, nbytes: int) -> None:
-        stop = time.perf_counter()
-        with self._lock:  # host threads call this concurrently
-            self._found[lane.value].append((1e3 * (start - self._began), 1e3 * (stop - self._began), nbytes))
+    def spans(self, began: float, stamp: Any) -> Spans:
+        """By lane; `began` and `stamp`: when the iteration did, by `time.perf_counter` and on the lanes' clock."""
+        found: Spans = defaultdict(list)
+        for lanes, log in self._logs:
+            for lane, spans in log.items():
+                for span in list(spans):  # threads may still append
+                    origin = began if isinstance(span.start, float) else stamp
+                    times = lanes.elapsed_ms(origin, span.start), lanes.elapsed_ms(origin, span.stop)
+                    found[lane.value].append((*times, span.nbytes))
+        return {lane: sorted(spans) for lane, spans in found.items()}
 
 
 class DeviceTrace:
@@ -271,7 +241,7 @@ def merged(spans: Sequence[Span], most: int = MOST_SPANS) -> list[Span]:
 
 def busy_ms(spans: Sequence[Span]) -> float:
     """Time covered by any of the spans."""
-    return sum(stop - start for start, stop, _ in _close_gaps(spans, 0.0))
+    return covered_ms((start, stop) for start, stop, _ in spans)
 
 
 def _close_gaps(spans: Sequence[Span], longest: float) -> list[Span]:

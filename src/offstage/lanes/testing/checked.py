@@ -10,13 +10,13 @@ Work runs as it always does; what is checked is the order that marks give, whate
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from offstage.lanes.host_threads import HostThreads, Slice
-from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Mark, Place, Work
+from offstage.lanes.lanes import UNORDERED, Buffers, Lane, Lanes, Log, Mark, Place, Work
 from offstage.lanes.link import link_for, use_lanes
 from offstage.lanes.testing.happens_before import CALLER, HOST, Clock, Clocks
 
@@ -33,6 +33,7 @@ class CheckedLanes(Lanes):
         self.device = device
         with use_lanes(None):
             self._inner = link_for(device).lanes()
+        self.at_once = self._inner.at_once
         self._clocks = clocks if clocks is not None else Clocks()
         self.accesses = 0
         """Buffers looked at so far."""
@@ -48,7 +49,7 @@ class CheckedLanes(Lanes):
         low_priority: bool = False,
     ) -> _Moment:
         marks, clock = self._checked(lane, after, reads, writes)
-        return self._inner.submit(lane, work, after=marks, low_priority=low_priority), clock
+        return self._inner.submit(lane, work, after=marks, writes=writes, low_priority=low_priority), clock
 
     def submit_on_host(
         self,
@@ -156,6 +157,15 @@ class CheckedLanes(Lanes):
 
     def elapsed_ms(self, start: Any, stop: Any) -> float:
         return self._inner.elapsed_ms(start, stop)
+
+    def reuse(self, stamps: Iterable[Any]) -> None:
+        self._inner.reuse(stamps)
+
+    def open_log(self, log: Log) -> None:
+        self._inner.open_log(log)
+
+    def close_log(self, log: Log) -> None:
+        self._inner.close_log(log)
 
     def touch(self, *, reads: Buffers = (), writes: Buffers = ()) -> None:
         self._work(CALLER, (), reads, writes)
