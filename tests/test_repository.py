@@ -54,6 +54,7 @@ def test_public_names():
         "Workload",
         "World",
         "__version__",
+        "checkpoint",
         "make_plan",
         "measure_machine",
         "offload",

@@ -506,7 +506,7 @@ def test_chunks_of_other_classes_are_updated_at_the_same_time(config):
         for _ in range(15):
             with with_threads():
                 params = make_params(shapes=shapes)
-                optimizer = offloaded(params, torch.optim.NAdam, {}, rule="torch", threads=8, **config)
+                optimizer = offloaded(params, torch.optim.NAdam, {}, rule="torch", **config)
             steps(params, optimizer, range(4))
             assert equal(result(params, optimizer), expected)
     finally:

@@ -19,7 +19,7 @@ import torch
 
 from offstage import ConfigError, Machine, OffloadConfig, Plan, Workload, World, make_plan, measure_machine
 from offstage.planning.sizes import Source, param_sizes
-from offstage.train.config import DTYPES, ModelSettings, build, read_toml
+from offstage.train.config import ModelSettings, build, read_toml
 from offstage.train.flags import parse_sections, positional
 from offstage.train.model import SIZES
 from offstage.train.model import build as build_model
@@ -188,7 +188,8 @@ def _shapes(path: Path) -> dict[str, int | list[int]] | None:
 
 def _dtype(options: PlanOptions, settings: ModelSettings | None) -> torch.dtype:
     said = settings.dtype if settings is not None and settings.dtype != "auto" else "bfloat16"
-    return DTYPES[options.dtype or said]
+    dtype: torch.dtype = getattr(torch, options.dtype or said)
+    return dtype
 
 
 def _on_meta(settings: ModelSettings, options: PlanOptions) -> torch.nn.Module:

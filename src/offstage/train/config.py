@@ -17,18 +17,18 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from offstage import ConfigError, OffloadConfig
 from offstage.config import format_size, parse_size
 from offstage.train.flags import Values, parse_sections
 from offstage.train.settings import check, checked, field_types, nearest
 
+if TYPE_CHECKING:  # functions that use torch import it: it takes seconds, and `offstage train --help` needs none
+    import torch
+
 SizeName = Literal["1M", "10M", "50M", "150M", "500M", "1B", "2.7B", "7B", "13B", "18B", "20B"]
 """The names of `train.model.SIZES`."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,11 @@ class ModelSettings:
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The format on `device`, with "auto" resolved."""
+        import torch
+
         automatic = "float32" if device.type == "cpu" else "bfloat16"
-        return DTYPES[automatic if self.dtype == "auto" else self.dtype]
+        dtype: torch.dtype = getattr(torch, automatic if self.dtype == "auto" else self.dtype)
+        return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +325,8 @@ class RunSettings:
 
     def torch_device(self) -> torch.device:
         """The device, with "auto" resolved. It may not exist: its first use raises."""
+        import torch
+
         if self.device == "auto":
             return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         try:
@@ -477,6 +482,8 @@ def _toml_value(name: str, value: Any) -> str:
 
 def resolved(config: TrainConfig, *, device: torch.device, ranks_per_stage: int = 1) -> TrainConfig:
     """`config` with "auto" resolved for this machine, except for `run.progress`."""
+    import torch
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.model.dtype_on(device) == torch.bfloat16 else "float32"
     return dataclasses.replace(
         config,
