@@ -60,6 +60,10 @@ def parse_size(value: int | str, field: str, *, or_one_of: tuple[str, ...] = ())
         )
     if size < 0:
         raise ConfigError(f"{field} expects a size of at least 0 bytes; found {value!r}. Leave it out for the default.")
+    if size >= 2**63:
+        raise ConfigError(
+            f"{field} expects fewer bytes than 2**63; found a number of {size.bit_length()} bits. Lower it."
+        )
     return size
 
 

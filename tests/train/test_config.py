@@ -130,12 +130,14 @@ def test_flags_may_have_underscores():
 
 
 def test_every_setting_survives_toml(tmp_path):
-    needs = {"activations.device_peak": "auto", "activations.fraction": "offload"}
+    needs = {
+        "activations.device_peak": {"mode": "auto"},
+        "activations.fraction": {"mode": "offload"},
+        "offload.threads": {"update_on": "host"},
+    }
     for flag, (_, found) in SAMPLES.items():
         section, name = flag.split(".")
-        values = {section: {name: found}}
-        if flag in needs:
-            values[section]["mode"] = needs[flag]
+        values = {section: {name: found, **needs.get(flag, {})}}
         if section == "parallel":
             values |= {"data": {"micro_batches": 2}, section: {"stages": 2, name: found}}
         config = build(values)

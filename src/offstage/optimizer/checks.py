@@ -114,7 +114,7 @@ def check_param(param: torch.Tensor, name: str) -> None:
     if strange := [kind for kind in kinds if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__]:
         raise ConfigError(
             f"Parameter {name!r} is a {strange[0].__module__}.{strange[0].__qualname__}, a class of tensors with "
-            "operations of its own; expected a plain tensor or a DTensor. Convert it, or give it an optimizer of its own."
+            "operations of its own; expected a plain tensor or a DTensor. Convert it, or give it another optimizer."
         )
     if param.is_complex():
         raise ConfigError(

@@ -268,8 +268,6 @@ class Places:
                 f"device_budget={format_size(int(config.device_budget))} holds all {format_size(held)} of state: "
                 "nothing leaves the device"
             )
-        if config.window and config.update_on == "host":
-            yield f"window={config.window!r}: nothing is fetched into it, because the CPU updates all that left"
         if config.master_weights in ("fp32", "split") and not any(state.master_kind for state in states):
             yield f"master_weights={config.master_weights!r}: no parameter is in 16 bits, and there are no masters"
         if config.update_on == "auto" and config.host_fraction is None and away and not self._rule.rate_is_known:

@@ -95,7 +95,11 @@ class StateView(MutableMapping[Any, Any]):
         return self[key]
 
     def pop(self, key: Any, *default: Any) -> Any:
-        return default[0] if default and key not in self else super().pop(key)
+        if key not in self:
+            if default:
+                return default[0]
+            raise KeyError(key)
+        return super().pop(key)
 
     def replace(self, values: Mapping[Any, Any]) -> None:
         """`optimizer.state = values`: what torch code does to reset an optimizer."""

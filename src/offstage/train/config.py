@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offstage import ConfigError, OffloadConfig
 from offstage.config import format_size, parse_size
 from offstage.train.flags import Values, parse_sections
-from offstage.train.settings import check, checked, field_types, nearest
+from offstage.train.settings import check, checked, expected, field_types, nearest
 
 if TYPE_CHECKING:  # functions that use torch import it: it takes seconds, and `offstage train --help` needs none
     import torch
@@ -450,7 +450,10 @@ def _near(section: str, name: str) -> str:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """All settings, so that `load_config` reads the same configuration even if defaults change."""
+    """All settings, so that `load_config` reads the same configuration even if defaults change.
+
+    Those that are not set are comments that say what each expects.
+    """
     return "\n".join(line for name in SECTIONS for line in _section_lines(name, getattr(config, name)))
 
 
@@ -458,8 +461,11 @@ def _section_lines(name: str, section: Any) -> Iterator[str]:
     yield f"[{name}]"
     for one in dataclasses.fields(section):
         value = getattr(section, one.name)
-        if value is not None:  # TOML has no null; None is always a default
+        if value is not None:
             yield f"{one.name} = {_toml_value(one.name, value)}"
+        else:  # TOML has no null; None is always a default
+            words = expected(field_types(section.__class__)[one.name]).removeprefix("none or ")
+            yield f"# {one.name} = ({'a size such as 8GiB, in quotes' if one.name in _SIZES else words})"
     yield ""
 
 
