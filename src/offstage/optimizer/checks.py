@@ -103,11 +103,6 @@ def _as_floats(value: Any) -> Any:
 
 def check_param(param: torch.Tensor, name: str) -> None:
     """Raise if this parameter's state cannot be offloaded."""
-    if param.is_meta:
-        raise ConfigError(
-            f"Parameter {name!r} is on the meta device, without data; expected one with values. Load or initialise the "
-            "model first (model.to_empty(device=...)), then build the optimizer and call offload()."
-        )
     # Such a tensor answers operations itself, and its values are in others, which its class knows: offstage reads and
     # writes the memory of a weight.
     kinds = [type(one) for one in (param, local_of(param)) if not isinstance(one, DTensor)]
@@ -131,13 +126,19 @@ def check_param(param: torch.Tensor, name: str) -> None:
 
 
 def check_initialised(groups: Iterable[dict[str, Any]], names: Mapping[torch.Tensor, str]) -> None:
-    """Raise if a parameter of a lazy module has no shape yet."""
-    params = [param for group in groups for param in group["params"]]
-    if lazy := [number for number, param in enumerate(params) if is_lazy(param)]:
-        raise ConfigError(
-            f"Parameter {names.get(params[lazy[0]], f'number {lazy[0]}')!r} of a lazy module has no shape yet; "
-            "expected parameters with values. Run one forward first, then build the optimizer and call offload()."
-        )
+    """Raise if a parameter has no values yet: one of a lazy module, or on the meta device."""
+    for number, param in enumerate(param for group in groups for param in group["params"]):
+        name = names.get(param, f"number {number}")
+        if is_lazy(param):
+            raise ConfigError(
+                f"Parameter {name!r} of a lazy module has no shape yet; expected parameters with values. Run one "
+                "forward first, then build the optimizer and call offload()."
+            )
+        if param.is_meta:
+            raise ConfigError(
+                f"Parameter {name!r} is on the meta device, without data; expected parameters with values. Load or "
+                "initialise the model first (model.to_empty(device=...)), then build the optimizer and call offload()."
+            )
 
 
 def check_no_duplicates(groups: Iterable[dict[str, Any]], names: dict[torch.Tensor, str]) -> None:
