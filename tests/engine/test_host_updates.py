@@ -270,7 +270,7 @@ def test_no_share_is_off(config):
     assert "updated on the host" not in repr(optimizer)
     with with_threads():
         params = make_params()
-        optimizer = offloaded(params, threads=3, **config)
+        optimizer = offloaded(params, **{"threads": 3, **config})
     before = host_threads()
     steps(params, optimizer)
     assert host_threads() == before
@@ -463,7 +463,7 @@ def test_other_classes_equal_the_plain_class(make, options, dtype):
     host, half = {"update_on": "host"}, {"host_fraction": 0.5}
     for kind, config in ((None, host), (1, half), (THREADED, host), (THREADED, half)):
         with lazily(kind):
-            got = train_class(make, options, dtype, {"master_weights": "none", "threads": 4, **config})
+            got = train_class(make, options, dtype, {"master_weights": "none", **config})
         assert same_class_run(got, plain), (kind, config)
 
 
