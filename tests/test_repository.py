@@ -54,6 +54,7 @@ def test_public_names():
         "Workload",
         "World",
         "__version__",
+        "checkpoint",
         "make_plan",
         "measure_machine",
         "offload",
@@ -61,6 +62,20 @@ def test_public_names():
     }
     assert issubclass(offstage.ConfigError, ValueError)
     assert issubclass(offstage.ConfigError, offstage.OffstageError)
+
+
+def test_public_names_come_with_the_package():
+    """`import offstage` imports none of them yet: each is found when it is used, `offstage.checkpoint` too."""
+    import offstage
+
+    for name in set(offstage.__all__) - {"__version__"}:
+        found = offstage.__getattr__(name)
+        assert found is getattr(offstage, name)
+        assert found.__name__ == ("offstage.checkpoint" if name == "checkpoint" else name)
+    assert offstage.checkpoint.save.__module__ == "offstage.checkpoint.saving"
+    assert set(offstage.__all__) <= set(dir(offstage))
+    with pytest.raises(AttributeError, match="no attribute 'oflfoad'"):
+        offstage.oflfoad  # noqa: B018
 
 
 def test_the_optimizer_has_torchs_methods_and_the_public_ones():

@@ -3,29 +3,41 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import enum
+import functools
+import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from offstage.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    DType = str | torch.dtype
+else:
+    # What a file or a command line can say. Functions that use torch import it: it takes seconds, and help needs none.
+    DType = str
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{p}B": 1000**i for i, p in enumerate("KMGT", start=1)}
 _UNITS |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", start=1)}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*(\d{1,30}(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 MIN_CHUNK_BYTES = 16 * 1024
 MAX_CHUNK_BYTES = 64 * 1024**2
 """The most that a plan chooses for a chunk by itself: larger copies are not faster."""
 WINDOWS = ("auto", "all")
+_STATE_DTYPES = ("float32", "bfloat16")
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 class Placement(enum.Enum):
@@ -50,6 +62,10 @@ def parse_size(value: int | str, field: str, *, or_one_of: tuple[str, ...] = ())
         )
     if size < 0:
         raise ConfigError(f"{field} expects a size of at least 0 bytes; found {value!r}. Leave it out for the default.")
+    if size >= 2**63:
+        raise ConfigError(
+            f"{field} expects fewer bytes than 2**63; found a number of {size.bit_length()} bits. Lower it."
+        )
     return size
 
 
@@ -67,6 +83,58 @@ def format_size(num_bytes: float, *, up: bool = False) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
+# The text under each field, where `help()` shows it #
+
+
+@functools.cache
+def descriptions(cls: type) -> dict[str, str]:
+    """The docstring under each field of a dataclass; nothing where its source is not installed."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except OSError:
+        return {}
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, text in zip(body.body, body.body[1:], strict=False):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)):
+            continue
+        if isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant):
+            found[field.target.id] = " ".join(inspect.cleandoc(str(text.value.value)).split())
+    return found
+
+
+Config = TypeVar("Config", "OffloadConfig", "ActivationConfig")
+_Documented = TypeVar("_Documented", bound=Callable[..., Any])
+
+
+def documents(cls: type) -> Callable[[_Documented], _Documented]:
+    """A decorator: the docstring ends with every field of the dataclass `cls`, its type, its default and its text."""
+
+    def extended(function: _Documented) -> _Documented:
+        texts = descriptions(cls)
+        fields = [
+            f"{one.name}: {one.type} = {one.default!r}\n{_indented(texts[one.name])}"
+            for one in dataclasses.fields(cls)
+            if one.name in texts
+        ]
+        function.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), *fields])
+        return function
+
+    return extended
+
+
+def _documents_itself(cls: type[Config]) -> type[Config]:
+    return documents(cls)(cls)
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, 100, initial_indent="    ", subsequent_indent="    ", break_long_words=False)
+
+
+# Optimizer state #
+
+
+@_documents_itself
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """How much optimizer state leaves the device, where and when it is updated, in which format, and how it moves.
@@ -91,7 +159,7 @@ class OffloadConfig:
     """The most host memory for state."""
 
     min_bytes: int | str = "64KiB"
-    """Parameters with less state than this stay resident."""
+    """Parameters with less state than this stay resident. ``None``: the default."""
 
     # Where it is updated
 
@@ -135,8 +203,9 @@ class OffloadConfig:
     ``"split"``: the bf16 weight plus 16 bits on the host, lossless, 10 bytes per parameter instead of 12 (Adam and
     AdamW)."""
 
-    state_dtype: str | Mapping[str, str] = "float32"
-    """Format of the moments for Adam and AdamW: ``"float32"``, ``"bfloat16"``, or a mapping per state key."""
+    state_dtype: DType | Mapping[str, DType] = "float32"
+    """Format of the moments for Adam and AdamW: ``"float32"``, ``"bfloat16"``, or a mapping per state key. Dtypes of
+    torch are accepted too."""
 
     # Movement
 
@@ -153,16 +222,19 @@ class OffloadConfig:
     """Pin the host memory of the state. Without it, copies run several times slower."""
 
     def __post_init__(self) -> None:
+        _set_default(self, "min_bytes")
         for field in ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes"):
             if getattr(self, field) is not None:
                 object.__setattr__(self, field, parse_size(getattr(self, field), field))
-        if self.window not in WINDOWS:
+        if not _is_one_of(self.window, WINDOWS):
             object.__setattr__(self, "window", parse_size(self.window, "window", or_one_of=WINDOWS))
+        object.__setattr__(self, "state_dtype", _named_dtypes(self.state_dtype))
         self._check_numbers()
         self._check_choices()
         self._check_contradictions()
         if self.host_fraction is not None and self.update_on == "device":
             object.__setattr__(self, "update_on", "auto")
+        self._check_effects()
 
     @property
     def num_slots(self) -> int:
@@ -186,8 +258,10 @@ class OffloadConfig:
 
     def dtype_of(self, key: str) -> torch.dtype:
         """The format of the moment `key`."""
-        name = self.state_dtype if isinstance(self.state_dtype, str) else self.state_dtype.get(key, "float32")
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+        import torch
+
+        name = self.state_dtype.get(key, "float32") if isinstance(self.state_dtype, Mapping) else self.state_dtype
+        return torch.bfloat16 if name == "bfloat16" else torch.float32
 
     def _check_numbers(self) -> None:
         if not _is_share(self.fraction):
@@ -200,14 +274,12 @@ class OffloadConfig:
                 "host_fraction expects a number from 0.0 to 1.0 (a share of the offloaded bytes); found "
                 f"{self.host_fraction!r}. Leave it out to let the planner choose with update_on='auto'."
             )
-        threads = self.threads
-        if threads is not None and (not isinstance(threads, int) or isinstance(threads, bool) or threads < 1):
+        if self.threads is not None and not _is_whole(self.threads, least=1):
             raise ConfigError(
-                f"threads expects a whole number of at least 1; found {threads!r}. Leave it out: affinity, CPU limit "
-                "and ranks per node decide."
+                f"threads expects a whole number of at least 1; found {self.threads!r}. Leave it out: affinity, CPU "
+                "limit and ranks per node decide."
             )
-        is_number = isinstance(self.slots, int) and not isinstance(self.slots, bool) and self.slots >= 1
-        if self.slots is not None and not is_number:
+        if self.slots is not None and not _is_whole(self.slots, least=1):
             raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Leave it out.")
         if self.most_chunk_bytes < MIN_CHUNK_BYTES:
             raise ConfigError(
@@ -222,18 +294,12 @@ class OffloadConfig:
             "update_on": ("device", "host", "auto"),
         }
         for field, allowed in choices.items():
-            if getattr(self, field) not in allowed:
+            if not _is_one_of(getattr(self, field), allowed):
                 default = type(self).__dataclass_fields__[field].default
                 raise ConfigError(
                     f"{field} expects one of {allowed}; found {getattr(self, field)!r}. Leave it out for {default!r}."
                 )
-        mapping = {"": self.state_dtype} if isinstance(self.state_dtype, str) else self.state_dtype
-        for key, name in mapping.items():
-            if name not in ("float32", "bfloat16"):
-                raise ConfigError(
-                    f"state_dtype{f'[{key!r}]' if key else ''} expects 'float32' or 'bfloat16'; found {name!r}. "
-                    "Leave it out for 'float32'."
-                )
+        _check_bools(self, ("overlap_forward", "update_in_backward", "pin_memory"))
 
     def _check_contradictions(self) -> None:
         if self.fraction == 0.0 and self.device_budget is not None:
@@ -265,11 +331,6 @@ class OffloadConfig:
             )
 
     def _check_overlap(self) -> None:
-        for field in ("overlap_forward", "update_in_backward"):
-            if not isinstance(getattr(self, field), bool):
-                raise ConfigError(
-                    f"{field} expects True or False; found {getattr(self, field)!r}. Leave it out for False."
-                )
         if self.fraction == 0.0 and self.overlaps:
             raise ConfigError(
                 "fraction=0.0 switches offloading off, which contradicts window, overlap_forward and "
@@ -286,8 +347,23 @@ class OffloadConfig:
                 f"device_budget={format_size(int(self.device_budget))}. Leave one of the two out."
             )
 
-
-Config = TypeVar("Config", "OffloadConfig", "ActivationConfig")
+    def _check_effects(self) -> None:
+        """Raise for settings that can have no effect beside the others, on any machine and with any model."""
+        if self.threads is not None and self.update_on == "device":
+            raise ConfigError(
+                f"threads={self.threads} are for updates on the host; found update_on='device', with which there are "
+                "none. Use update_on='host' or 'auto', or leave threads out."
+            )
+        if self.threads is not None and self.rule == "torch":
+            raise ConfigError(
+                f"threads={self.threads} are for offstage's own Adam and AdamW, which contradicts rule='torch': there "
+                "the optimizer's own class updates, with torch's threads. Use torch.set_num_threads, or rule='auto'."
+            )
+        if self.slots is not None and self.update_on == "host":
+            raise ConfigError(
+                f"slots={self.slots} are for state that is copied to the device; found update_on='host', with which "
+                "none is. Leave slots out, or use update_on='auto'."
+            )
 
 
 def _built(cls: type[Config], config: Config | None, overrides: Mapping[str, Any], example: str) -> Config:
@@ -313,6 +389,75 @@ def _is_share(value: object) -> bool:
     return value is None or (is_number and 0.0 <= value <= 1.0)  # type: ignore[operator]
 
 
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_one_of(value: object, choices: Sequence[str]) -> bool:
+    return isinstance(value, str) and value in choices  # comparing an array, say, gives no bool
+
+
+def _check_bools(config: Any, fields: Sequence[str]) -> None:
+    for field in fields:
+        if not isinstance(getattr(config, field), bool):
+            default = type(config).__dataclass_fields__[field].default
+            raise ConfigError(
+                f"{field} expects True or False; found {getattr(config, field)!r}. Leave it out for {default}."
+            )
+
+
+def _set_default(config: Any, field: str) -> None:
+    """`None`, as programs that pass settings on write it, is the default."""
+    if getattr(config, field) is None:
+        object.__setattr__(config, field, type(config).__dataclass_fields__[field].default)
+
+
+def _named_dtypes(value: object) -> str | dict[str, str]:
+    """`state_dtype` with the names of its dtypes, checked."""
+    if not isinstance(value, Mapping):
+        return _named_dtype(value, "state_dtype")
+    for key in value:
+        if not _is_one_of(key, _MOMENTS):
+            raise ConfigError(
+                f"state_dtype expects a mapping from moments, {', '.join(_MOMENTS)}, to their formats; found the key "
+                f"{key!r}. Name these, or give one format for all."
+            )
+    return {key: _named_dtype(one, f"state_dtype[{key!r}]") for key, one in value.items()}
+
+
+def _named_dtype(value: object, field: str) -> str:
+    name = value if isinstance(value, str) else str(value).removeprefix("torch.")  # without importing torch
+    if name not in _STATE_DTYPES or not (isinstance(value, str) or type(value).__name__ == "dtype"):
+        raise ConfigError(f"{field} expects 'float32' or 'bfloat16'; found {value!r}. Leave it out for 'float32'.")
+    return name
+
+
+class OffloadSettings(TypedDict, total=False):
+    """The fields of `OffloadConfig` as keywords: a type checker knows them in `offload(optimizer, model, slots=4)`."""
+
+    fraction: float | None
+    device_budget: int | str | None
+    device_peak: int | str | None
+    host_budget: int | str | None
+    min_bytes: int | str | None
+    update_on: Literal["device", "host", "auto"]
+    host_fraction: float | None
+    threads: int | None
+    rule: Literal["auto", "torch"]
+    window: int | str
+    overlap_forward: bool
+    update_in_backward: bool
+    master_weights: Literal["auto", "none", "fp32", "split"]
+    state_dtype: DType | Mapping[str, DType]
+    chunk_bytes: int | str
+    slots: int | None
+    pin_memory: bool
+
+
+# Activations #
+
+
+@_documents_itself
 @dataclass(frozen=True, kw_only=True)
 class ActivationConfig:
     """Which saved tensors leave the device between forward and backward, and when they return."""
@@ -324,7 +469,7 @@ class ActivationConfig:
     fraction: float = 1.0
     """Share of the chosen layers' saved bytes that leaves."""
     min_bytes: int | str = "1MiB"
-    """Smaller tensors stay on the device."""
+    """Smaller tensors stay on the device. ``None``: the default."""
     keep_last: int = 1
     """Number of last layers whose tensors stay, because backward needs them first. Not used with a list of layers."""
     prefetch: int = 1
@@ -345,31 +490,61 @@ class ActivationConfig:
         return _built(cls, config, overrides, "offload_activations(model, fraction=0.5)")
 
     def __post_init__(self) -> None:
+        _set_default(self, "min_bytes")
         for name in ("min_bytes", "host_budget", "device_peak"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
-        if isinstance(self.layers, bool) or (isinstance(self.layers, str) and self.layers != "auto"):
-            raise ConfigError(
-                f"layers expects a number of layers, a list of modules, or 'auto'; found {self.layers!r}. Leave it out "
-                "for all but keep_last."
-            )
-        for name in ("activations", "weights"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} expects True or False; found {getattr(self, name)!r}.")
+        self._check_layers()
+        _check_bools(self, ("activations", "weights"))
         if not self.activations and not self.weights:
             raise ConfigError(
                 "activations=False and weights=False leave nothing to offload; expected at least one of them to be "
                 "True. Remove offload_activations() instead."
             )
-        self._check_auto()
-        if isinstance(self.layers, int) and self.layers < 0:
-            raise ConfigError(f"layers expects a number of at least 0; found {self.layers}. Leave it out for all.")
         if self.fraction is None or not _is_share(self.fraction):
             raise ConfigError(f"fraction expects a number from 0 to 1; found {self.fraction!r}. Leave it out for 1.")
         for name, least in (("keep_last", 0), ("prefetch", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name} expects a number of layers, at least {least}; found {value!r}.")
+            if not _is_whole(getattr(self, name), least):
+                raise ConfigError(
+                    f"{name} expects a number of layers, at least {least}; found {getattr(self, name)!r}. Leave it "
+                    "out for 1."
+                )
+        self._check_auto()
+        self._check_effects()
+
+    def _check_layers(self) -> None:
+        """Raise unless `layers` is a number, modules, "auto" or `None`; modules become a list."""
+        layers: Any = self.layers
+        if layers is None or _is_one_of(layers, ("auto",)):
+            return
+        if isinstance(layers, int) and not isinstance(layers, bool):
+            if layers < 0:
+                raise ConfigError(f"layers expects a number of at least 0; found {layers}. Leave it out for all.")
+            return
+        from torch import nn
+
+        if isinstance(layers, (Sequence, nn.ModuleList, nn.Sequential)) and not isinstance(layers, str):
+            layers = list(layers)
+            if all(isinstance(one, nn.Module) for one in layers):
+                object.__setattr__(self, "layers", layers)
+                return
+        raise ConfigError(
+            f"layers expects a number of layers, a list of modules, or 'auto'; found {self.layers!r}. Leave it out "
+            "for all but keep_last."
+        )
+
+    def _check_effects(self) -> None:
+        """Raise for settings that can have no effect beside the others."""
+        if isinstance(self.layers, list) and self.keep_last != 1:
+            raise ConfigError(
+                f"keep_last={self.keep_last} chooses among all layers; found a list of {len(self.layers)} layers, "
+                "which says itself which tensors leave. Leave one of the two out."
+            )
+        if not self.activations and self.fraction != 1.0:
+            raise ConfigError(
+                f"fraction={self.fraction} is a share of the saved tensors, which stay with activations=False. Leave "
+                "fraction out, or activations=False."
+            )
 
     def _check_auto(self) -> None:
         if self.layers == "auto" and self.device_peak is None:
@@ -387,3 +562,17 @@ class ActivationConfig:
                 "layers='auto' decides how much leaves, which contradicts fraction and activations=False. Leave them "
                 "out, or give a number of layers."
             )
+
+
+class ActivationSettings(TypedDict, total=False):
+    """The fields of `ActivationConfig` as keywords."""
+
+    layers: int | Sequence[nn.Module] | Literal["auto"] | None
+    fraction: float
+    min_bytes: int | str | None
+    keep_last: int
+    prefetch: int
+    activations: bool
+    weights: bool
+    host_budget: int | str | None
+    device_peak: int | str | None

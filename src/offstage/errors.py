@@ -10,6 +10,12 @@ class ConfigError(OffstageError, ValueError):
     """Settings, parameters or gradients that cannot be used. Raised before any state has moved."""
 
 
+class UnknownParameterError(ConfigError, KeyError):
+    """State was asked for, or given, for a tensor that is not a parameter of the optimizer."""
+
+    __str__ = Exception.__str__  # KeyError's shows the message in quotes
+
+
 class HostMemoryError(OffstageError, MemoryError):
     """Not enough host memory. Raised before any state has moved."""
 

@@ -119,6 +119,25 @@ def test_as_a_module():
     assert found.stdout == ""
 
 
+@pytest.mark.parametrize("words", ["--help", "train --help"])
+def test_help_needs_no_torch(words):
+    """Importing it takes seconds of CPU."""
+    code = (
+        "import resource, sys\n"
+        "from offstage.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "used = resource.getrusage(resource.RUSAGE_SELF)\n"
+        "print('torch' in sys.modules, used.ru_utime + used.ru_stime, file=sys.stderr)\n"
+    )
+    run = [sys.executable, "-c", code, *words.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    found = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+    assert "offstage train" in found.stdout
+    imported, seconds = found.stderr.split()
+    assert imported == "False"
+    assert float(seconds) < 1.0  # torch alone takes more
+
+
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("offstage 0.")
@@ -249,6 +268,19 @@ def test_show(trained, elsewhere, capsys):
     Path("run.toml").write_text(capsys.readouterr().out)
     assert load_config(Path("run.toml"), []) == load_config(None, ["--offload.fraction", "0.5"])
     assert not trained
+
+
+def test_show_names_every_setting(elsewhere, capsys):
+    """Those that are not set are comments; with a value in place of what they expect, they are settings."""
+    assert cli.main(["train", "--show"]) == 0
+    shown = capsys.readouterr().out
+    for section, cls in SECTIONS.items():
+        table = shown.split(f"[{section}]\n")[1].split("\n\n")[0]
+        for name, default in {one.name: one.default for one in dataclasses.fields(cls)}.items():
+            assert re.search(rf"^{'# ' if default is None else ''}{name} = .+$", table, re.MULTILINE)
+    assert "# device_budget = (a size such as 8GiB, in quotes)\n" in shown
+    Path("run.toml").write_text(shown.replace("# layers = (a whole number)", "layers = 3"))
+    assert load_config(Path("run.toml"), []) == load_config(None, ["--model.layers=3"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

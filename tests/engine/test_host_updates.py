@@ -270,7 +270,7 @@ def test_no_share_is_off(config):
     assert "updated on the host" not in repr(optimizer)
     with with_threads():
         params = make_params()
-        optimizer = offloaded(params, threads=3, **config)
+        optimizer = offloaded(params, **{"threads": 3, **config})
     before = host_threads()
     steps(params, optimizer)
     assert host_threads() == before
@@ -463,7 +463,7 @@ def test_other_classes_equal_the_plain_class(make, options, dtype):
     host, half = {"update_on": "host"}, {"host_fraction": 0.5}
     for kind, config in ((None, host), (1, half), (THREADED, host), (THREADED, half)):
         with lazily(kind):
-            got = train_class(make, options, dtype, {"master_weights": "none", "threads": 4, **config})
+            got = train_class(make, options, dtype, {"master_weights": "none", **config})
         assert same_class_run(got, plain), (kind, config)
 
 
@@ -506,7 +506,7 @@ def test_chunks_of_other_classes_are_updated_at_the_same_time(config):
         for _ in range(15):
             with with_threads():
                 params = make_params(shapes=shapes)
-                optimizer = offloaded(params, torch.optim.NAdam, {}, rule="torch", threads=8, **config)
+                optimizer = offloaded(params, torch.optim.NAdam, {}, rule="torch", **config)
             steps(params, optimizer, range(4))
             assert equal(result(params, optimizer), expected)
     finally:

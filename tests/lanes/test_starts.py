@@ -256,7 +256,7 @@ class ClippedStep(OverlappedStep):
 class FullLanes(OverlappedStep):
     """Streams have room for one piece of work: another thread gives them the others."""
 
-    config = {"update_on": "device", "overlap_forward": True, "slots": 2}  # noqa: RUF012
+    config = {"update_on": "device", "threads": None, "overlap_forward": True, "slots": 2}  # noqa: RUF012
 
     def act(self) -> None:
         with (

@@ -30,12 +30,13 @@ from tests.support.training import lazily
 
 SEEDS = range(6)
 ON_HOST, MIXED = {"update_on": "host"}, {"host_fraction": 0.5}
+SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 
 
 def make(params=6, size=900, **config):
     torch.manual_seed(0)
     weights = [nn.Parameter(torch.randn(size).bfloat16()) for _ in range(params)]
-    settings = {"min_bytes": 0, "chunk_bytes": "16KiB", "slots": 2, **config}
+    settings = {**SMALL, **({} if config.get("update_on") == "host" else {"slots": 2}), **config}
     return weights, offstage.offload(torch.optim.AdamW(weights, lr=0.1), **settings)
 
 
@@ -142,7 +143,7 @@ def wider_gradients(**config):
 def make_model(**config):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
-    settings = {"min_bytes": 0, "chunk_bytes": "16KiB", "slots": 2, **config}
+    settings = {**SMALL, **({} if config.get("update_on") == "host" else {"slots": 2}), **config}
     return model, offstage.offload(torch.optim.AdamW(model.parameters(), lr=0.01), model, **settings)
 
 

@@ -90,7 +90,7 @@ USES: dict[str, Callable[[torch.nn.Parameter, offstage.OffloadedOptimizer], obje
 def test_the_optimizer_says_that_it_is_not_here(use, where):
     """With threads at work in the parent at the fork: the child has none that it could wait for."""
     gate, model = threading.Event(), torch.nn.Sequential(torch.nn.Linear(40, 40), torch.nn.Linear(40, 40))
-    config = {"min_bytes": 0, "update_on": where, "threads": 2, "overlap_forward": True}
+    config = {"min_bytes": 0, "update_on": where, "threads": 2 if where == "host" else None, "overlap_forward": True}
     with with_threads():
         optimizer = offstage.offload(torch.optim.AdamW(model.parameters()), model, **config)
     rule = runtime_of(optimizer).rule

@@ -16,17 +16,17 @@ from offstage.optimizer.optimizer import runtime_of
 from tests.support.lives import end_step
 from tests.support.training import THREADED, lazily, same_run, train
 
-SMALL = {"chunk_bytes": "16KiB", "threads": 2}
+SMALL = {"chunk_bytes": "16KiB"}
 FORMATS = {
     "fp32": (torch.float32, {}),
     "bf16, fp32 masters": (torch.bfloat16, {"master_weights": "fp32"}),
     "bf16, split masters": (torch.bfloat16, {"master_weights": "split"}),
 }
 PLANS = [
-    {"update_on": "host"},
-    {"device_budget": "120KiB", "slots": 1},
-    {"fraction": 1.0, "update_on": "device", "slots": 3},
-    {"host_fraction": 0.4},
+    {"update_on": "host", "threads": 2},
+    {"device_budget": "120KiB"},
+    {"fraction": 1.0, "update_on": "device", "slots": 1},
+    {"host_fraction": 0.4, "threads": 2},
     {"fraction": 0.4},
     {"fraction": 0.7, "update_on": "device", "chunk_bytes": "32KiB"},
 ]

@@ -36,10 +36,10 @@ CUES: list[tuple[Any, dict[str, Any]]] = [
 ]
 """Lanes, and settings that only a new optimizer changes."""
 PLANS: list[dict[str, Any]] = [
-    {"fraction": 1.0, "update_on": "host", "chunk_bytes": "16KiB"},
+    {"fraction": 1.0, "update_on": "host", "chunk_bytes": "16KiB", "threads": 1},
     {"fraction": 0.5, "update_on": "device", "slots": 1},
-    {"fraction": 1.0, "host_fraction": 0.4, "slots": 3},
-    {"fraction": 0.3, "threads": 1},
+    {"fraction": 1.0, "host_fraction": 0.4, "slots": 3, "threads": 1},
+    {"fraction": 0.3},
     {"fraction": 0.7, "update_on": "device", "chunk_bytes": "32KiB"},
 ]
 MOST_GROWTH = {

@@ -35,7 +35,7 @@ def trained(rule, place, on, lanes=None):
     with lazily(lanes):
         optimizer = torch.optim.AdamW(params, lr=0.1)
         if place is not None:
-            config = {**ON_HOST, "threads": 2, **WHERE[place]}
+            config = {**ON_HOST, "threads": 2 if rule == "auto" else None, **WHERE[place]}
             optimizer = offstage.offload(optimizer, rule=rule, **config)
         for step, given in enumerate(gradients):
             torch.set_flush_denormal(step in on)

@@ -15,10 +15,10 @@ from tests.support.training import same_bits
 
 SMALL = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 ON_HOST = {**SMALL, "update_on": "host"}
-RESIDENT = {"update_on": "device", "fraction": 0.0}
+RESIDENT = {"update_on": "device", "fraction": 0.0, "threads": None}
 WHERE: dict[str, dict[str, Any]] = {
     "resident": RESIDENT,
-    "streamed": {"update_on": "device"},
+    "streamed": {"update_on": "device", "threads": None},
     "host": {},
     "mixed": {"update_on": "auto", "host_fraction": 0.5, "fraction": 0.8},
 }

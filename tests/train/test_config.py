@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offstage import OffloadConfig
+from offstage.config import descriptions
 from offstage.errors import ConfigError
 from offstage.train.config import (
     SECTIONS,
@@ -26,7 +27,7 @@ from offstage.train.config import (
     resolved,
     to_toml,
 )
-from offstage.train.settings import check, descriptions, expected, field_types, from_text, nearest
+from offstage.train.settings import check, expected, field_types, from_text, nearest
 
 # For every flag: words for it, what they come to, and what else has to be said with them.
 SAMPLES = {
@@ -60,7 +61,7 @@ SAMPLES = {
     "offload.min_bytes": (["0"], 0),
     "offload.update_on": (["auto"], "auto"),
     "offload.host_fraction": (["0.25"], 0.25),
-    "offload.threads": (["2"], 2),
+    "offload.threads": (["2", "--offload.update-on", "host"], 2),
     "offload.rule": (["torch"], "torch"),
     "offload.window": (["all"], "all"),
     "offload.overlap_forward": (["true"], True),
@@ -129,12 +130,14 @@ def test_flags_may_have_underscores():
 
 
 def test_every_setting_survives_toml(tmp_path):
-    needs = {"activations.device_peak": "auto", "activations.fraction": "offload"}
+    needs = {
+        "activations.device_peak": {"mode": "auto"},
+        "activations.fraction": {"mode": "offload"},
+        "offload.threads": {"update_on": "host"},
+    }
     for flag, (_, found) in SAMPLES.items():
         section, name = flag.split(".")
-        values = {section: {name: found}}
-        if flag in needs:
-            values[section]["mode"] = needs[flag]
+        values = {section: {name: found, **needs.get(flag, {})}}
         if section == "parallel":
             values |= {"data": {"micro_batches": 2}, section: {"stages": 2, name: found}}
         config = build(values)

@@ -19,7 +19,7 @@ import functools
 import logging
 import threading
 import weakref
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -51,7 +51,7 @@ from offstage.activations.receipt import ActivationReceipt, renamed
 from offstage.activations.remaking import RemadeStorage, TriedStorage, remakable_storage
 from offstage.activations.storage import Saved, SavedStorage, Stayed, Storage
 from offstage.activations.traffic import Traffic
-from offstage.config import ActivationConfig, format_size
+from offstage.config import ActivationConfig, ActivationSettings, documents, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.lanes.lanes import Lanes
 
@@ -61,12 +61,13 @@ _IDLE_FORWARDS = 3
 """Forwards after which something must have moved."""
 
 
+@documents(ActivationConfig)
 def offload_activations(
-    model: nn.Module, config: ActivationConfig | None = None, **overrides: Any
+    model: nn.Module, config: ActivationConfig | None = None, **overrides: Unpack[ActivationSettings]
 ) -> ActivationOffload:
     """Let saved tensors of `model`'s layers wait for backward in host memory. Returns a handle: `remove()` ends it.
 
-    `overrides` are fields of `ActivationConfig`. Gradients are the same, bit for bit.
+    Gradients are the same, bit for bit. `overrides` are these fields of `ActivationConfig`:
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -69,9 +69,8 @@ def _versions(s: SystemInfo) -> Iterator[Finding]:
         yield Finding("packages", others, "broken", "Updates on the GPU need triton: pip install triton.")
     else:
         yield Finding("packages", others)
-    absent = [name for name in ("matplotlib", "transformers", "tensorboard") if s.versions[name] is None]
+    absent = [name for name in ("transformers", "tensorboard") if s.versions[name] is None]
     uses = {
-        "matplotlib": "matplotlib for figures",
         "transformers": "transformers for model.transformers",
         "tensorboard": "tensorboard for run.tensorboard",
     }

@@ -22,15 +22,17 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from offstage import ConfigError, Machine, OffstageError, __version__, measure_machine
-from offstage.cli.doctor import Finding
+from offstage import ConfigError, OffstageError, __version__
 from offstage.train.flags import missing_extra, parse_sections, positional
 from offstage.train.settings import nearest
 
-EXTRA = ("matplotlib", "rich", "tyro")
+if TYPE_CHECKING:  # commands import what they use: torch takes seconds, and most help needs none
+    from offstage import Machine
+    from offstage.cli.doctor import Finding
+
+EXTRA = ("rich", "tyro")
 """The packages of the extra `cli`."""
 
 OVERVIEW = """\
@@ -136,16 +138,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         _say(f"error: {missing_extra(error)}")
         return 2
-    except torch.OutOfMemoryError as error:
+    except OffstageError as error:
+        _say(f"error: {error}")
+        return 1
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
         # The optimizer adds what it knows about a budget that was too large as a note.
         known = " ".join(getattr(error, "__notes__", ())) or (
             "Make room with a smaller data.batch, with activations.mode=checkpoint, or with less state on the device: "
             "`offstage plan` says what fits."
         )
         _say(f"error: The device is full: {_first_line(error)} {known}")
-        return 1
-    except OffstageError as error:
-        _say(f"error: {error}")
         return 1
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -158,6 +162,8 @@ def _run(arguments: list[str]) -> int:
         _write(OVERVIEW)
         return 0
     if arguments[0] in ("-V", "--version", "version"):
+        import torch
+
         _write(f"offstage {__version__}, torch {torch.__version__}\n")
         return 0
     command, rest = arguments[0], arguments[1:]
@@ -188,11 +194,13 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def doctor(arguments: Sequence[str]) -> int:
+    found = parse_sections({"": DoctorOptions}, {}, arguments, prog="offstage doctor", description=DOCTOR_HELP)
+    options = DoctorOptions(**found.get("", {}))
+    import torch
+
     from offstage.cli.doctor import judge, judge_rates, trial
     from offstage.cli.system_info import read_system_info
 
-    found = parse_sections({"": DoctorOptions}, {}, arguments, prog="offstage doctor", description=DOCTOR_HELP)
-    options = DoctorOptions(**found.get("", {}))
     info = read_system_info()
     findings, machine = judge(info), None
     if not options.quick:
@@ -324,6 +332,8 @@ def _measured(*, refresh: bool = False) -> Machine:
     """This machine's rates; a message on a terminal says why it takes seconds."""
     if sys.stderr.isatty():
         sys.stderr.write("measuring this machine: a few seconds, the first time\n")
+    from offstage import measure_machine
+
     return measure_machine(refresh=refresh)
 
 
@@ -339,6 +349,11 @@ def _write(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # paths may hold any bytes
     sys.stdout.flush()
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from offstage import (
 from offstage.cli.remedies import Asked, what_fits
 from offstage.planning.presets import MACHINES, Preset
 from offstage.planning.sizes import Source, param_sizes
-from offstage.train.config import DTYPES, ModelSettings, build, read_toml
+from offstage.train.config import ModelSettings, build, read_toml
 from offstage.train.flags import parse_sections, positional
 from offstage.train.model import SIZES
 from offstage.train.model import build as build_model
@@ -243,7 +243,8 @@ def _shapes(path: Path) -> dict[str, int | list[int]] | None:
 
 def _dtype(options: PlanOptions, settings: ModelSettings | None) -> torch.dtype:
     said = settings.dtype if settings is not None and settings.dtype != "auto" else "bfloat16"
-    return DTYPES[options.dtype or said]
+    dtype: torch.dtype = getattr(torch, options.dtype or said)
+    return dtype
 
 
 def _on_meta(settings: ModelSettings, options: PlanOptions) -> torch.nn.Module:

@@ -137,6 +137,17 @@ def check_scalar(state: ParamState, name: str, value: Any) -> None:
         )
 
 
+def check_names(state: ParamState, values: Mapping[str, Any]) -> None:
+    """Raise if one of `values`, assigned by name, is nothing that the rule keeps, nor loaded from a state dict."""
+    known = state.rule.names | state.rule.scalars | {"step"} | state.scalars.keys()
+    if unknown := sorted(str(name) for name in values.keys() - known):
+        kept = sorted(({key.name for key in state.keys} | state.rule.scalars) - {MASTER_LOW_KEY})
+        raise ConfigError(
+            f"State {unknown[0]!r} of parameter {state.name!r}: {state.rule.title} keeps {kept} and would not use it. "
+            f"Keep values of your own beside the parameters': optimizer.state[{unknown[0]!r}]."
+        )
+
+
 def check_complete(state: ParamState, names: Collection[str], group: dict[str, Any]) -> None:
     """Raise if state is loaded in part. No state at all is that of a parameter before its first update."""
     missing = state.rule.required(state.local, group) - set(names)

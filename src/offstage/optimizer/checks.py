@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from offstage.errors import ConfigError
 from offstage.tensors import check_dtensor, local_of, number_in, reshard
@@ -102,6 +103,14 @@ def _as_floats(value: Any) -> Any:
 
 def check_param(param: torch.Tensor, name: str) -> None:
     """Raise if this parameter's state cannot be offloaded."""
+    # Such a tensor answers operations itself, and its values are in others, which its class knows: offstage reads and
+    # writes the memory of a weight.
+    kinds = [type(one) for one in (param, local_of(param)) if not isinstance(one, DTensor)]
+    if strange := [kind for kind in kinds if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__]:
+        raise ConfigError(
+            f"Parameter {name!r} is a {strange[0].__module__}.{strange[0].__qualname__}, a class of tensors with "
+            "operations of its own; expected a plain tensor or a DTensor. Convert it, or give it another optimizer."
+        )
     if param.is_complex():
         raise ConfigError(
             f"Parameter {name!r} is complex ({param.dtype}); offstage updates real parameters. "
@@ -114,6 +123,22 @@ def check_param(param: torch.Tensor, name: str) -> None:
             f"Parameter {name!r} has layout {param.layout}; expected a dense (strided) parameter. "
             "Convert it with to_dense(), or give it an optimizer of its own."
         )
+
+
+def check_initialised(groups: Iterable[dict[str, Any]], names: Mapping[torch.Tensor, str]) -> None:
+    """Raise if a parameter has no values yet: one of a lazy module, or on the meta device."""
+    for number, param in enumerate(param for group in groups for param in group["params"]):
+        name = names.get(param, f"number {number}")
+        if is_lazy(param):
+            raise ConfigError(
+                f"Parameter {name!r} of a lazy module has no shape yet; expected parameters with values. Run one "
+                "forward first, then build the optimizer and call offload()."
+            )
+        if param.is_meta:
+            raise ConfigError(
+                f"Parameter {name!r} is on the meta device, without data; expected parameters with values. Load or "
+                "initialise the model first (model.to_empty(device=...)), then build the optimizer and call offload()."
+            )
 
 
 def check_no_duplicates(groups: Iterable[dict[str, Any]], names: dict[torch.Tensor, str]) -> None:

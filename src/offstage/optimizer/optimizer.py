@@ -14,16 +14,16 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 
 from offstage.activations.host_weights import is_host_weight
-from offstage.config import WINDOWS, OffloadConfig, format_size
+from offstage.config import WINDOWS, OffloadConfig, OffloadSettings, documents, format_size
 from offstage.errors import ConfigError, OffstageError
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer import state_dict as state_dicts
-from offstage.optimizer.checks import check_no_duplicates, check_optimizer, check_param
+from offstage.optimizer.checks import check_initialised, check_no_duplicates, check_optimizer, check_param
 from offstage.optimizer.places import Groups
 from offstage.optimizer.receipt import Receipt, make_receipt
 from offstage.optimizer.replanning import replanned_config
@@ -47,18 +47,19 @@ def _in_turn(method: _Method) -> _Method:
     return cast(_Method, waiting)
 
 
+@documents(OffloadConfig)
 def offload(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module | None = None,
     config: OffloadConfig | None = None,
-    **overrides: Any,
+    **overrides: Unpack[OffloadSettings],
 ) -> OffloadedOptimizer:
     """Keep `optimizer`'s state in host memory and bring it to the device for its own update.
 
     The optimizer given is consumed: its class, groups, hooks and any state it has are taken over; from then on its
     `step`, `state_dict` and `load_state_dict` raise, through methods taken from it before too. `model` gives parameters
-    their names in messages, and the hooks in forward that `overlap_forward` needs. `overrides` are fields of
-    `OffloadConfig`.
+    their names in messages, and the hooks in forward that `overlap_forward` needs. `overrides` are these fields of
+    `OffloadConfig`:
     """
     check_optimizer(optimizer, model)
     built = OffloadConfig.build(config, overrides)
@@ -95,6 +96,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             runtime.take_over(optimizer.state)
             _consume(optimizer, self)
         logger.info("%s: %s", type(optimizer).__name__, self.plan.summary())
+        runtime.places.log_fallbacks()
 
     # The step
 
@@ -169,11 +171,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @_in_turn
     @torch.no_grad()
-    def replan(self, **changes: Any) -> Plan:
+    def replan(self, **changes: Unpack[OffloadSettings]) -> Plan:
         """Move all state to the plan that `changes` of the config give, bit for bit, and return it.
 
         Between steps. `device_peak` stands for the `device_budget` that it leaves beside what training has taken so
-        far. While state moves, host memory holds both the old and the new arenas. If it fails, nothing has changed.
+        far. `threads` and `slots` are given up where updates move to a place that has none. While state moves, host
+        memory holds both the old and the new arenas. If it fails, nothing has changed.
         """
         self._runtime.check_not_lost()
         self._runtime.move_to(replanned_config(self._runtime, changes))
@@ -232,6 +235,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         with self._runtime.turn:
             super().add_param_group(param_group)
             try:
+                check_initialised(self.param_groups[-1:], self._runtime.places.names)
                 check_no_duplicates(self.param_groups, self._runtime.places.names)
                 self._runtime.place()
             except BaseException:
@@ -259,6 +263,7 @@ def runtime_of(optimizer: OffloadedOptimizer) -> Runtime:
 
 def _check(optimizer: torch.optim.Optimizer, config: OffloadConfig, names: dict[torch.Tensor, str]) -> None:
     """Raise if these parameters cannot be offloaded so. Nothing has moved yet."""
+    check_initialised(optimizer.param_groups, names)
     check_no_duplicates(optimizer.param_groups, names)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param in params:

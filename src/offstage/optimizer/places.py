@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offstage.config import OffloadConfig, Placement
+from offstage.config import OffloadConfig, Placement, format_size
 from offstage.engine import named_state
 from offstage.engine.arenas import HostState
 from offstage.engine.engine import Engine
@@ -125,9 +125,6 @@ class Places:
 
     def _choose_host_fraction(self, device: torch.device, sizes: Sequence[ParamSize]) -> float:
         if not self._rule.rate_is_known:
-            logger.info(
-                "only Adam's and AdamW's rate on the host is known; with update_on='auto' all updates are on the device"
-            )
             return 0.0
         share = choose_host_fraction(sizes, measure_machine(device), self._config)
         logger.info("with update_on='auto' the CPU updates %.0f%% of what is offloaded from %s", 100 * share, device)
@@ -266,6 +263,28 @@ class Places:
             chunk_bytes=max((plan.chunk_bytes for plan in self._plans.values()), default=0),
             host_chunk_bytes=max((plan.host_chunk_bytes for plan in self._plans.values()), default=0),
         )
+
+    def fallbacks(self) -> Iterator[str]:
+        """Settings without an effect on these parameters, which may have one on others."""
+        config, states = self._config, self.states.values()
+        away = any(state.placement is not Placement.RESIDENT for state in states)
+        if config.device_budget is not None and not away:
+            held = sum(tensor.nbytes for state in states for tensor in state.resident.values())
+            yield (
+                f"device_budget={format_size(int(config.device_budget))} holds all {format_size(held)} of state: "
+                "nothing leaves the device"
+            )
+        if config.master_weights in ("fp32", "split") and not any(state.master_kind for state in states):
+            yield f"master_weights={config.master_weights!r}: no parameter is in 16 bits, and there are no masters"
+        if config.update_on == "auto" and config.host_fraction is None and away and not self._rule.rate_is_known:
+            yield (
+                "update_on='auto': only Adam's and AdamW's rate on the host is known, so all updates are on the device"
+            )
+
+    def log_fallbacks(self) -> None:
+        """Say them, once for these places."""
+        for text in self.fallbacks():
+            logger.warning(text)
 
     def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[ParamState]]]:
         """The states of `params`, by device."""

@@ -50,6 +50,11 @@ def _complete(config: OffloadConfig, changes: Mapping[str, Any]) -> dict[str, An
         complete.setdefault("device_budget", None)
     if changes.get("update_on") is not None:
         complete.setdefault("host_fraction", None)
+    # What has no effect where updates are made from now on goes.
+    if changes.get("update_on") == "device" and changes.get("host_fraction") is None:
+        complete.setdefault("threads", None)
+    if changes.get("update_on") == "host":
+        complete.setdefault("slots", None)
     if changes.get("host_fraction") is not None and config.update_on == "host":
         complete.setdefault("update_on", "auto")
     return complete

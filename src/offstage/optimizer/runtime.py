@@ -65,6 +65,8 @@ class Runtime:
         self.speculation = Speculation()
         self.overlap: Overlap | None = None
         self.iteration = Iteration(1, self.places, weakref.WeakMethod(self._ended))
+        self.own_state: dict[Any, Any] = {}
+        """What the user keeps in `optimizer.state` under keys that are not tensors."""
         self.steps = 0
         self.skipped_steps = 0
         self.last_moved = (0, 0)
@@ -93,6 +95,7 @@ class Runtime:
                 if values := existing.get(param, {}):
                     named_state.load(self.places.states[param], values, group)
                     del existing[param]
+            self.own_state.update((key, one) for key, one in existing.items() if not isinstance(key, torch.Tensor))
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -421,6 +424,7 @@ class Runtime:
         if self.overlap is not None:
             self.overlap.replanned(config)
         logger.info("replanned, %s", self.plan.summary())
+        self.places.log_fallbacks()
 
     def close(self) -> None:
         """Give back slots and pinned memory, after the last copy."""
@@ -473,7 +477,8 @@ class Runtime:
 
     def fallbacks(self) -> list[str]:
         """What does not happen as it was asked for, and why."""
-        found = [engine.transport.window_cut for engine in self.engines] + [self.speculation.impossible]
+        found = [*self.places.fallbacks(), *(engine.transport.window_cut for engine in self.engines)]
+        found.append(self.speculation.impossible)
         if self.speculation.is_off:
             found.append("clipping is active too often: updates in backward are made in step() for now")
         overlap = self.overlap.fallbacks() if self.overlap is not None else []

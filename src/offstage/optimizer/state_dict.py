@@ -16,75 +16,127 @@ from typing import Any
 import torch
 
 from offstage.engine import named_state
-from offstage.errors import ConfigError
+from offstage.errors import ConfigError, UnknownParameterError
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.checks import check_saved_options
 from offstage.optimizer.runtime import Runtime
+from offstage.rules.rule import ParamState
 from offstage.tensors import is_divided
 
 
-class StateView(MutableMapping[torch.Tensor, dict[str, Any]]):
-    """`optimizer.state`: parameter → its state under torch's names. Reading drains, writing writes through."""
+class StateView(MutableMapping[Any, Any]):
+    """`optimizer.state`: parameter → its state under torch's names. Reading drains, writing writes through.
+
+    Keys that are not tensors are the user's own, as in plain torch: what is kept there is in `state_dict()` too, and
+    reading one that is not there makes an empty dict. Plain torch does that for tensors that are not its parameters as
+    well, and fails in `state_dict()`; here they raise at once.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
-        self._runtime, self.turn = runtime, runtime.turn
+        self._runtime, self.turn, self._own = runtime, runtime.turn, runtime.own_state
 
-    def __getitem__(self, param: torch.Tensor) -> dict[str, Any]:
+    def __getitem__(self, key: Any) -> Any:
         with self.turn:
-            state = self._runtime.state_of(param)
+            if not isinstance(key, torch.Tensor):
+                return self._own.setdefault(key, {})
+            state = self._state_of(key)
             self._runtime.drain_state()
-            return _ParamView(self, param, named_state.export(state))
+            return _ParamView(self, key, named_state.export(state))
 
-    def __setitem__(self, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+    def __setitem__(self, key: Any, values: Any) -> None:
         runtime = self._runtime
         with self.turn:
-            state, group = runtime.state_of(param), runtime.group_of()[param]
+            if not isinstance(key, torch.Tensor):
+                self._own[key] = values
+                return
+            state, group = self._state_of(key), runtime.group_of()[key]
             named_state.check(state, values, group)
+            named_state.check_names(state, values)
             runtime.drain_state()
             runtime.before_overwrite()
             with deferred_interrupts():
                 named_state.load(state, values, group)
 
-    def __delitem__(self, param: torch.Tensor) -> None:
-        self[param] = {}
+    def __delitem__(self, key: Any) -> None:
+        with self.turn:
+            if isinstance(key, torch.Tensor):
+                self[key] = {}
+            else:
+                del self._own[key]
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[Any]:
         with self.turn:
             self._runtime.settle()
-            return iter([state.param for state in self._runtime.all_states() if state.present or state.scalars])
+            there = [state.param for state in self._runtime.all_states() if state.present or state.scalars]
+            return iter([*there, *self._own])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __contains__(self, param: object) -> bool:
+    def __contains__(self, key: object) -> bool:
         with self.turn:
+            if not isinstance(key, torch.Tensor):
+                return key in self._own
             try:
-                state = self._runtime.state_of(param)  # type: ignore[arg-type]
-            except KeyError:
+                state = self._state_of(key)
+            except UnknownParameterError:
                 return False
             self._runtime.settle()
             return bool(state.present or state.scalars)
 
-    def replace(self, values: Mapping[torch.Tensor, Any]) -> None:
+    # A mapping's own ask `self[key]`, which makes what is not there.
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self:
+            if default:
+                return default[0]
+            raise KeyError(key)
+        return super().pop(key)
+
+    def replace(self, values: Mapping[Any, Any]) -> None:
         """`optimizer.state = values`: what torch code does to reset an optimizer."""
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"optimizer.state expects a dict from parameters to their state; found {type(values).__name__}. Assign "
+                "an empty dict to reset it."
+            )
         with self.turn:
             self._replace(values)
 
-    def _replace(self, values: Mapping[torch.Tensor, Any]) -> None:
+    def _replace(self, values: Mapping[Any, Any]) -> None:
         runtime = self._runtime
         group_of = runtime.group_of()
-        for param in values:
-            if param not in group_of:
-                raise ConfigError(
-                    f"The new state is for a tensor of shape {tuple(param.shape)} that is not a parameter of this "
-                    "optimizer; expected its own parameters only. Remove that entry."
-                )
-        runtime.check_values(values)
+        own = {key: value for key, value in values.items() if not isinstance(key, torch.Tensor)}
+        of_params = {param: value for param, value in values.items() if isinstance(param, torch.Tensor)}
+        states = {param: self._state_of(param) for param in of_params}
+        runtime.check_values(of_params)
+        for param, state in states.items():
+            named_state.check_names(state, of_params[param])
         runtime.drain_state()
         runtime.before_overwrite()
         with deferred_interrupts():
+            runtime.own_state.clear()
+            runtime.own_state.update(own)
             for param, group in group_of.items():
-                named_state.load(runtime.state_of(param), values.get(param, {}), group)
+                named_state.load(runtime.state_of(param), of_params.get(param, {}), group)
+
+    def _state_of(self, param: torch.Tensor) -> ParamState:
+        try:
+            return self._runtime.state_of(param)
+        except KeyError:
+            raise UnknownParameterError(
+                f"optimizer.state has no entry for a tensor of shape {tuple(param.shape)} that is not a parameter of "
+                "this optimizer; expected one of its own. Add it with add_param_group(), or ask the optimizer that has "
+                "it."
+            ) from None
 
 
 class _ParamView(dict[str, Any]):
@@ -146,7 +198,7 @@ def save(optimizer: torch.optim.Optimizer, runtime: Runtime) -> dict[str, Any]:
             i: named_state.export_first(runtime.state_of(param)) for i, param in missing.items() if param.requires_grad
         }
         state = dict(sorted({**state, **{i: values for i, values in first.items() if values}}.items()))
-    result: dict[str, Any] = {"state": state, "param_groups": groups}
+    result: dict[str, Any] = {"state": {**state, **runtime.own_state}, "param_groups": groups}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
         replaced = post_hook(optimizer, result)
         result = result if replaced is None else replaced
@@ -162,9 +214,12 @@ def load(optimizer: torch.optim.Optimizer, runtime: Runtime, state_dict: Mapping
     runtime.follow_groups()
     groups = _checked_groups(optimizer, runtime, loaded)
     saved_ids = list(chain.from_iterable(group["params"] for group in loaded["param_groups"]))
-    if loaded["state"] and loaded["state"].keys().isdisjoint(saved_ids):
+    own = {key: value for key, value in loaded["state"].items() if key not in saved_ids}
+    known = runtime.rule.names | runtime.rule.scalars
+    strays = [key for key, value in own.items() if isinstance(value, Mapping) and not known.isdisjoint(value)]
+    if strays and len(own) == len(loaded["state"]):
         raise ConfigError(
-            f"The state dict has state for {list(loaded['state'])[:3]}, …, and groups with the parameters "
+            f"The state dict has state for {strays[:3]}, …, and groups with the parameters "
             f"{saved_ids[:3]}, …; expected the same names or numbers in both. Pass the state dict as it was saved."
         )
     values = {param: loaded["state"].get(saved, {}) for param, saved in zip(_params(optimizer), saved_ids, strict=True)}
@@ -175,6 +230,8 @@ def load(optimizer: torch.optim.Optimizer, runtime: Runtime, state_dict: Mapping
         replace_groups(runtime, groups)
         for param, group in runtime.group_of().items():
             named_state.load(runtime.state_of(param), values[param], group)
+        runtime.own_state.clear()
+        runtime.own_state.update(own)
         runtime.forget_lost_step()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)

@@ -29,7 +29,8 @@ _ELEMENT_BYTES = 12
 def with_slots(config: OffloadConfig, model: nn.Module | None) -> OffloadConfig:
     """`config` with the number of slots for `model`. With a limit on device memory it stays at the default."""
     is_limited = config.device_budget is not None or config.device_peak is not None
-    if config.slots is not None or not config.update_in_backward or is_limited or model is None:
+    has_none = config.update_on == "host"
+    if config.slots is not None or not config.update_in_backward or is_limited or has_none or model is None:
         return config
     filled = math.ceil(_ELEMENT_BYTES * _largest_group(model) / config.most_chunk_bytes)
     return dataclasses.replace(config, slots=max(config.num_slots, min(_MOST, filled)))

@@ -32,6 +32,11 @@ def choose_rule(optimizer: optim.Optimizer, config: OffloadConfig) -> Rule:
                 f"state_dtype is a choice of offstage's own Adam and AdamW rules; {kind.__name__} keeps its state as "
                 "torch does. Remove state_dtype."
             )
+        if config.threads is not None:
+            raise ConfigError(
+                f"threads={config.threads} are for offstage's own Adam and AdamW rules; {kind.__name__} updates with "
+                "torch's threads. Use torch.set_num_threads, and leave threads out."
+            )
         return TorchRule(config, optimizer)
     paged = " It pages its own state already, and must not be offloaded twice." if hasattr(kind, "is_paged") else ""
     supported = ", ".join(sorted(cls.__name__ for cls in (*ELEMENTWISE, *WHOLE)))

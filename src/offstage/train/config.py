@@ -17,18 +17,18 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal
 
 from offstage import ConfigError, OffloadConfig
 from offstage.config import format_size, parse_size
 from offstage.train.flags import Values, parse_sections
-from offstage.train.settings import check, checked, field_types, nearest
+from offstage.train.settings import check, checked, expected, field_types, nearest
+
+if TYPE_CHECKING:  # functions that use torch import it: it takes seconds, and `offstage train --help` needs none
+    import torch
 
 SizeName = Literal["1M", "10M", "50M", "150M", "500M", "1B", "2.7B", "7B", "13B", "18B", "20B"]
 """The names of `train.model.SIZES`."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,11 @@ class ModelSettings:
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The format on `device`, with "auto" resolved."""
+        import torch
+
         automatic = "float32" if device.type == "cpu" else "bfloat16"
-        return DTYPES[automatic if self.dtype == "auto" else self.dtype]
+        dtype: torch.dtype = getattr(torch, automatic if self.dtype == "auto" else self.dtype)
+        return dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +325,8 @@ class RunSettings:
 
     def torch_device(self) -> torch.device:
         """The device, with "auto" resolved. It may not exist: its first use raises."""
+        import torch
+
         if self.device == "auto":
             return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         try:
@@ -445,7 +450,10 @@ def _near(section: str, name: str) -> str:
 
 
 def to_toml(config: TrainConfig) -> str:
-    """All settings, so that `load_config` reads the same configuration even if defaults change."""
+    """All settings, so that `load_config` reads the same configuration even if defaults change.
+
+    Those that are not set are comments that say what each expects.
+    """
     return "\n".join(line for name in SECTIONS for line in _section_lines(name, getattr(config, name)))
 
 
@@ -453,8 +461,11 @@ def _section_lines(name: str, section: Any) -> Iterator[str]:
     yield f"[{name}]"
     for one in dataclasses.fields(section):
         value = getattr(section, one.name)
-        if value is not None:  # TOML has no null; None is always a default
+        if value is not None:
             yield f"{one.name} = {_toml_value(one.name, value)}"
+        else:  # TOML has no null; None is always a default
+            words = expected(field_types(section.__class__)[one.name]).removeprefix("none or ")
+            yield f"# {one.name} = ({'a size such as 8GiB, in quotes' if one.name in _SIZES else words})"
     yield ""
 
 
@@ -477,6 +488,8 @@ def _toml_value(name: str, value: Any) -> str:
 
 def resolved(config: TrainConfig, *, device: torch.device, ranks_per_stage: int = 1) -> TrainConfig:
     """`config` with "auto" resolved for this machine, except for `run.progress`."""
+    import torch
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.model.dtype_on(device) == torch.bfloat16 else "float32"
     return dataclasses.replace(
         config,

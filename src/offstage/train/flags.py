@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from offstage import ConfigError
-from offstage.train.settings import TRUTHS, choices, descriptions, field_types, from_text, nearest
+from offstage.config import descriptions
+from offstage.train.settings import TRUTHS, choices, field_types, from_text, nearest
 
 _HELP = ("-h", "--help")
 _QUOTED = re.compile(r"``(?:\"([^\"]*)\"|(.*?))``")

@@ -7,12 +7,9 @@ name for an unknown one.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import functools
-import inspect
-import textwrap
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -38,20 +35,6 @@ def field_types(cls: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-
-
-@functools.cache
-def descriptions(cls: type) -> dict[str, str]:
-    """The docstring under each field."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for field, text in zip(body.body, body.body[1:], strict=False):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)):
-            continue
-        if isinstance(field.target, ast.Name) and isinstance(text.value, ast.Constant):
-            found[field.target.id] = " ".join(inspect.cleandoc(str(text.value.value)).split())
-    return found
 
 
 def checked(settings: Any, section: str) -> None:
