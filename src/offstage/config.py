@@ -65,6 +65,16 @@ def format_size(num_bytes: float, *, up: bool = False) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
+def exact_size(num_bytes: int) -> str:
+    """``1536`` → ``"1.5KiB"``: a setting that `parse_size` reads back. In GiB or TiB only if four decimals suffice."""
+    for unit, decimals in (("TiB", 4), ("GiB", 4), ("MiB", 20), ("KiB", 10)):
+        # A division by a power of two is exact, and so is the way back.
+        size = num_bytes / _UNITS[unit.upper()]
+        if size >= 1 and round(size, decimals) == size:
+            return f"{int(size) if size == int(size) else size}{unit}"
+    return f"{num_bytes}B"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """How much optimizer state leaves the device, where and when it is updated, in which format, and how it moves.
@@ -203,7 +213,7 @@ class OffloadConfig:
             raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Leave it out.")
         if self.chunk_bytes < MIN_CHUNK_BYTES:  # type: ignore[operator]
             raise ConfigError(
-                f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {self.chunk_bytes} bytes. "
+                f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {format_size(int(self.chunk_bytes))}. "
                 "Use the default, 64 MiB: small copies do not fill the link."
             )
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from offstage import ConfigError, OffloadConfig
-from offstage.config import format_size, parse_size
+from offstage.config import exact_size, format_size, parse_size
 from offstage.train.flags import Values, parse_sections
 from offstage.train.settings import check, checked, field_types, nearest
 
@@ -264,6 +264,10 @@ class RunSettings:
     """Continue from the newest complete checkpoint in the folder, if there is one, with the same bits as an
     uninterrupted run."""
 
+    fallback: bool = False
+    """If the newest checkpoint is damaged, move it to checkpoints/damaged and continue from the newest that is not,
+    with the steps since then made again. Without it, a damaged checkpoint is an error."""
+
     deterministic: bool = True
     """On an accelerator: kernels that give the same bits every time, so that a resume is exact there too. Attention's
     backward takes a little longer."""
@@ -358,6 +362,12 @@ class TrainConfig:
             )
         if self.parallel.stages > 1:
             self._check_pipeline()
+        if self.offload.device_peak is not None and self.offload.window != "auto":
+            raise ConfigError(
+                f"offload.device_peak={exact_size(int(self.offload.device_peak))} bounds offload.window='auto', which a "
+                "run needs to know the peak; found another window. Use offload.device_budget, which `offstage plan "
+                "--budget` derives from a peak, or add offload.window='auto'."
+            )
         if self.model.dtype == "float32" and self.offload.master_weights == "split":
             raise ConfigError(
                 "offload.master_weights='split' splits fp32 masters of bf16 weights, which contradicts "
@@ -387,7 +397,8 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelSettings,
     "run": RunSettings,
 }
-_SIZES = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window")
+BYTE_SETTINGS = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window")
+"""Settings that are sizes; they are written with a unit."""
 
 
 def load_config(toml: Path | None, arguments: Sequence[str]) -> TrainConfig:
@@ -469,9 +480,8 @@ def _toml_value(name: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace(
             "\x7f", "\\u007f"
         )  # JSON strings are TOML strings, except for DEL
-    if name in _SIZES and value and value % 1024 == 0:
-        unit, text = max((1024**power, f"{one}iB") for power, one in enumerate("KMGT", 1) if value % 1024**power == 0)
-        return json.dumps(f"{value // unit}{text}")
+    if name in BYTE_SETTINGS and value:
+        return json.dumps(exact_size(value))
     return repr(value)
 
 

@@ -30,6 +30,7 @@ from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
 from offstage.train.data import Batches, Corpus, Feed
 from offstage.train.determinism import deterministic, explained_errors
+from offstage.train.memory_needs import check_memory
 from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
 from offstage.train.observe import Observer
 from offstage.train.parallel import Parallel, started
@@ -106,13 +107,17 @@ class Training:
             first=parallel.first,
         )
         ranks = Ranks(None)
-        with ranks.failing_together("Reading the data"):
-            self.feed, self._eval_data = self._open_data()
-        if self._predicts:
-            measure_machine(parallel.device)  # now, while the device is empty; the result is cached
         with contextlib.ExitStack() as open_until_closed:
-            with ranks.failing_together("Building the model"), explained_errors(config):
+            with ranks.failing_together("Checking the memory"):
+                # All ranks have claimed theirs before one of them takes any.
+                claim = open_until_closed.enter_context(check_memory(config, parallel))
+            with ranks.failing_together("Reading the data"):
+                self.feed, self._eval_data = self._open_data()
+            if self._predicts:
+                measure_machine(parallel.device)  # now, while the device is empty; the result is cached
+            with ranks.failing_together("Building the model"), explained_errors(config, building=True):
                 self.passes: Passes = passes_for(config, parallel)
+                claim.release()  # the optimizer claims what is left to take
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
                 modes = activation_mode(config.activations, self.passes, parallel.device)
@@ -362,7 +367,8 @@ class Training:
             about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
             self.folder.write_json(self.folder.run, about)
             self._progress.say(
-                f"{parameters:,} parameters on {self.parallel.device}, {self.optimizer.plan.summary()}",
+                f"{parameters:,} parameters in {settings.model.dtype} on {self.parallel.device}, "
+                f"{self.optimizer.plan.summary()}",
                 parameters=parameters,
             )
 
