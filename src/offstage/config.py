@@ -213,8 +213,8 @@ class OffloadConfig:
             raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Leave it out.")
         if self.chunk_bytes < MIN_CHUNK_BYTES:  # type: ignore[operator]
             raise ConfigError(
-                f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {format_size(int(self.chunk_bytes))}. "
-                "Use the default, 64 MiB: small copies do not fill the link."
+                f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found "
+                f"{format_size(int(self.chunk_bytes))}. Use the default, 64 MiB: small copies do not fill the link."
             )
 
     def _check_choices(self) -> None:

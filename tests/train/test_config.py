@@ -55,7 +55,7 @@ SAMPLES = {
     "optimizer.last_lr_share": (["1"], 1.0),
     "offload.fraction": (["0.5"], 0.5),
     "offload.device_budget": (["8GiB"], 8 << 30),
-    "offload.device_peak": (["40GiB"], 40 << 30),
+    "offload.device_peak": (["40GiB", "--offload.window", "auto"], 40 << 30),
     "offload.host_budget": (["123456"], 123456),
     "offload.min_bytes": (["0"], 0),
     "offload.update_on": (["auto"], "auto"),
@@ -81,6 +81,7 @@ SAMPLES = {
     "run.seed": (["1"], 1),
     "run.device": (["cpu"], "cpu"),
     "run.resume": (["no"], False),
+    "run.fallback": (["true"], True),
     "run.save_every": (["0"], 0),
     "run.save_last": (["false"], False),
     "run.keep_checkpoints": (["1"], 1),
@@ -135,6 +136,8 @@ def test_every_setting_survives_toml(tmp_path):
         values = {section: {name: found}}
         if flag in needs:
             values[section]["mode"] = needs[flag]
+        if flag == "offload.device_peak":
+            values[section]["window"] = "auto"
         if section == "parallel":
             values |= {"data": {"micro_batches": 2}, section: {"stages": 2, name: found}}
         config = build(values)

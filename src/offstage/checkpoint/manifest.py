@@ -258,14 +258,22 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
+def latest(root: str | os.PathLike[str], *, intact: bool = False) -> Path | None:
     """The complete checkpoint directly under `root` that was saved last; `None` if there is none.
 
     What the manifests say counts, not the times of files. Each save is later than those beside it, even if the clock
-    was set back.
+    was set back. With `intact`, one whose files are not what was saved is passed over, with a warning: they are read
+    to the end, from the newest checkpoint back to the first that `verify` accepts.
     """
-    found = complete_in(checked_folder(root))
-    return found[-1] if found else None
+    for folder in reversed(complete_in(checked_folder(root))):
+        try:
+            if intact:
+                verify(folder)
+        except CheckpointError as error:
+            logger.warning("passed over a checkpoint: %s", error)
+        else:
+            return folder
+    return None
 
 
 def complete_in(root: Path) -> list[Path]:

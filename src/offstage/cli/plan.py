@@ -68,8 +68,7 @@ class PlanOptions:
     it is for state. The same as --offload.device-peak. Without it, everything leaves the device."""
 
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Format of the weights; by default what offstage train uses: that of the .toml, or bfloat16 on an accelerator and
-    float32 on a CPU. Shapes are bfloat16."""
+    """Format of the weights; by default that of the .toml, with auto as offstage train resolves it, or bfloat16."""
 
     machine: str | None = None
     """A file that `offstage doctor --json` wrote on the machine to plan for. Without it: this machine."""
@@ -92,15 +91,10 @@ class Question:
     world: World
     workload: Workload | None
     json: bool
-    dtype: str | None = None
-    """The format of the weights, if the command line says it."""
-
-    @property
-    def formats(self) -> str:
-        """The formats of the weights, in words."""
-        assert isinstance(self.sizes, Mapping)
-        found = {str(one.dtype).removeprefix("torch.") for one in self.sizes.values() if isinstance(one, torch.Tensor)}
-        return " and ".join(sorted(found))
+    dtype: torch.dtype
+    """The format of the weights."""
+    as_trained: bool
+    """Whether that is what `offstage train` takes without being told."""
 
     @property
     def num_parameters(self) -> int:
@@ -126,7 +120,10 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
             raise ConfigError("--budget and --offload.device-peak are the same thing; expected one, found both.")
         values.setdefault("offload", {})["device_peak"] = options.budget
     config, machine = _section(OffloadConfig, values, "offload"), _machine(options)
-    sizes = _sizes(options, run, _device(run, machine))
+    trained = run.model.dtype_on(_device(run, machine))
+    said = DTYPES["bfloat16" if options.dtype is None else options.dtype]
+    dtype = trained if options.dtype is None and Path(options.model).suffix == ".toml" else said
+    sizes = _sizes(options.model, run, dtype)
     if machine is None:  # last: it may take seconds
         machine = measure() if run.run.device == "auto" else measure_machine(run.run.torch_device())
     return Question(
@@ -137,7 +134,8 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
         world=_world(options, values.get("world", {}), machine),
         workload=_section(Workload, values, "workload") if values.get("workload") else None,
         json=options.json,
-        dtype=options.dtype,
+        dtype=dtype,
+        as_trained=dtype == trained,
     )
 
 
@@ -185,22 +183,17 @@ def _device(run: TrainConfig, machine: Machine | None) -> torch.device:
     return torch.device("cpu" if machine.device_name == "cpu" else "cuda")
 
 
-def _sizes(options: PlanOptions, run: TrainConfig, device: torch.device) -> Source:
-    model = options.model or ""
+def _sizes(model: str, run: TrainConfig, dtype: torch.dtype) -> Source:
     path = Path(model)
-    dtype = None if options.dtype is None else DTYPES[options.dtype]
     if path.suffix == ".toml":
-        return parameters_on_meta(run, device, dtype)
+        return parameters_on_meta(run, dtype)
     if model in SIZES:
-        settings = ModelSettings(size=model)  # type: ignore[arg-type]
-        return parameters_on_meta(TrainConfig(model=settings), device, dtype)
+        return parameters_on_meta(TrainConfig(model=ModelSettings(size=model)), dtype)  # type: ignore[arg-type]
     if path.suffix == ".json" and (shapes := _shapes(path)) is not None:
-        return {
-            name: torch.empty(shape, dtype=dtype or torch.bfloat16, device="meta") for name, shape in shapes.items()
-        }
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     if path.exists():
         data = DataSettings(sequence=1)  # the length of a run's sequences is not known
-        return parameters_on_meta(TrainConfig(model=ModelSettings(transformers=model), data=data), device, dtype)
+        return parameters_on_meta(TrainConfig(model=ModelSettings(transformers=model), data=data), dtype)
     raise ConfigError(
         f"{PROG} expects a size of offstage train or a file; found {model!r}, which is neither. {nearest(model, SIZES)}"
     )
@@ -264,16 +257,16 @@ def usage(question: Question, plan: Plan) -> str:
         del changed["device_peak"]
         # A whole number of MiB is easier to read; it is a little more, and must not place anything differently.
         rounded = round_up(plan.device_bytes, 2**20)
-        same = plan_placements(plan.sizes, OffloadConfig(**changed, device_budget=rounded)).placements == plan.placements
+        same = (
+            plan_placements(plan.sizes, OffloadConfig(**changed, device_budget=rounded)).placements == plan.placements
+        )
         changed["device_budget"] = rounded if same else plan.device_bytes
     changed |= {
-        name: exact_size(value)
-        for name, value in changed.items()
-        if name in BYTE_SETTINGS and isinstance(value, int)
+        name: exact_size(value) for name, value in changed.items() if name in BYTE_SETTINGS and isinstance(value, int)
     }
     python = ", ".join(["optimizer", "model", *(f"{name}={value!r}" for name, value in changed.items())])
     lines = [f"offstage.offload({python})"]
-    flags = [f"--model.dtype={question.dtype}"] if question.dtype else []
+    flags = [] if question.as_trained else [f"--model.dtype={str(question.dtype).removeprefix('torch.')}"]
     flags += [f"--offload.{name.replace('_', '-')}={_flag_value(value)}" for name, value in changed.items()]
     ranks = question.world.ranks
     start = "offstage" if ranks == 1 else f"torchrun --nproc-per-node={math.gcd(ranks, 8)} -m offstage"

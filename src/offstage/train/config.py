@@ -364,9 +364,9 @@ class TrainConfig:
             self._check_pipeline()
         if self.offload.device_peak is not None and self.offload.window != "auto":
             raise ConfigError(
-                f"offload.device_peak={exact_size(int(self.offload.device_peak))} bounds offload.window='auto', which a "
-                "run needs to know the peak; found another window. Use offload.device_budget, which `offstage plan "
-                "--budget` derives from a peak, or add offload.window='auto'."
+                f"offload.device_peak={exact_size(int(self.offload.device_peak))} is the limit of offload.window="
+                f"'auto'; found window={self.offload.window}, with which a run does not use it. Use "
+                "offload.device_budget, which `offstage plan --budget` derives from a peak, or offload.window='auto'."
             )
         if self.model.dtype == "float32" and self.offload.master_weights == "split":
             raise ConfigError(

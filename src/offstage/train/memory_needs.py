@@ -52,11 +52,8 @@ class Needs:
         return f"Training {self.parameters:,} parameters in {str(self.dtype).removeprefix('torch.')} ({sizes}{also})"
 
 
-def parameters_on_meta(
-    config: TrainConfig, device: torch.device, dtype: torch.dtype | None = None
-) -> dict[str, nn.Parameter]:
-    """The parameters of a run on `device`, as its optimizer has them, without any memory."""
-    dtype = config.model.dtype_on(device) if dtype is None else dtype
+def parameters_on_meta(config: TrainConfig, dtype: torch.dtype) -> dict[str, nn.Parameter]:
+    """The parameters of a run, as its optimizer has them, without any memory."""
     return in_order(build(config.model, device="meta", dtype=dtype, sequence=config.data.sequence).named_parameters())
 
 
@@ -119,7 +116,9 @@ def _check_device(needs: Needs, device: torch.device) -> None:
         return
     remedies = ["divide it among more devices with torchrun", "choose a smaller model"]
     if needs.device_state > needs.device_bytes - free:
-        remedies.insert(0, "let more of the state leave the device (a smaller offload.device_budget, no offload.window)")
+        remedies.insert(
+            0, "let more of the state leave the device (a smaller offload.device_budget, no offload.window)"
+        )
     if needs.dtype == torch.float32:
         remedies.insert(0, "use model.dtype='bfloat16'")
     raise ConfigError(
