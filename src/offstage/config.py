@@ -241,7 +241,7 @@ class OffloadConfig:
         if self.fraction == 0.0 and self.device_budget is not None:
             raise ConfigError(
                 f"fraction=0.0 keeps all state on the device, which contradicts device_budget="
-                f"{format_size(self.device_budget)}. Give one of the two."  # type: ignore[arg-type]
+                f"{exact_size(int(self.device_budget))}. Give one of the two."
             )
         if self.update_on == "host" and self.host_fraction is not None:
             raise ConfigError(
@@ -285,7 +285,7 @@ class OffloadConfig:
         if self.window in WINDOWS and self.device_budget is not None:
             raise ConfigError(
                 f"window={self.window!r} decides how much state is on the device, which contradicts "
-                f"device_budget={format_size(int(self.device_budget))}. Leave one of the two out."
+                f"device_budget={exact_size(int(self.device_budget))}. Leave one of the two out."
             )
 
 
@@ -381,7 +381,7 @@ class ActivationConfig:
             )
         if self.layers != "auto" and self.device_peak is not None:
             raise ConfigError(
-                f"device_peak={format_size(int(self.device_peak))} is what layers='auto' plans for; found "
+                f"device_peak={exact_size(int(self.device_peak))} is what layers='auto' plans for; found "
                 "layers without it. Add layers='auto', or leave device_peak out."
             )
         if self.layers == "auto" and (self.fraction != 1.0 or not self.activations):

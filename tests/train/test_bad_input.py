@@ -157,6 +157,18 @@ def test_a_damaged_checkpoint(folder, capsys):
     assert [row["step"] for row in rows_of(folder)] == list(range(1, 9))
 
 
+def test_ranks_go_back_to_the_same_checkpoint(ranks, folder):
+    """With `run.fallback`: the first rank judges for all, and moves the damaged one."""
+    (data, *_) = sorted((folder / "checkpoints" / "step-00000004").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    run = {"steps": 4, "fallback": True}
+    found = ranks.run(2, train_there, values_of(folder, run=run, data={"batch": 1}))
+    assert {(result.step, result.checkpoint.name) for result in found} == {(4, "step-00000004")}
+    assert (folder / "checkpoints" / "damaged" / "step-00000004" / data.name).is_file()
+    checkpoint.verify(folder / "checkpoints" / "step-00000004")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+
+
 # Disks and folders
 
 

@@ -8,7 +8,7 @@ import pytest
 from offstage import checkpoint
 from offstage.errors import CheckpointError
 from offstage.train.metrics import MetricsFile
-from tests.support.trainer import differences, files_of, rows_of, train, train_there, values_of
+from tests.support.trainer import differences, files_of, rows_of, train
 
 MANIFEST = "manifest.json"
 
@@ -133,13 +133,3 @@ def test_nothing_is_set_aside_where_that_does_not_help(folder):
         resumed(folder, fallback=True)
     assert files_of(folder) == damaged
     assert checkpoint.latest(folder / "checkpoints", intact=True) is None
-
-
-def test_ranks_take_the_same_one(ranks, folder):
-    damage(folder, 6)
-    run = {"steps": 6, "fallback": True}
-    found = ranks.run(2, train_there, values_of(folder, run=run, data={"batch": 1}))
-    assert {(result.step, result.checkpoint.name) for result in found} == {(6, "step-00000006")}
-    assert (folder / "checkpoints" / "damaged" / "step-00000006").is_dir()
-    checkpoint.verify(folder / "checkpoints" / "step-00000006")
-    assert [row["step"] for row in rows_of(folder)] == list(range(1, 7))

@@ -23,8 +23,9 @@ from offstage.train.memory_needs import check_memory, needs_of
 from offstage.train.parallel import Parallel
 from offstage.train.progress import progress_for
 from offstage.train.run_folder import RunFolder
+from tests.support import stand_in
 from tests.support.machines import machine
-from tests.support.trainer import PLANS, train, values_of
+from tests.support.trainer import PLANS, TINY, train, values_of
 
 CPU = Parallel(torch.device("cpu"))
 HUGE = {"layers": 1, "hidden": 10**12}
@@ -74,6 +75,15 @@ def test_a_model_that_the_host_cannot_hold(tmp_path, capsys, monkeypatch):
     ):
         assert part in said, said
     assert everything_in(tmp_path) == {}
+
+
+def test_a_model_of_transformers_that_the_host_cannot_hold(tmp_path, monkeypatch):
+    """Counted from its configuration, on the meta device."""
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    (tmp_path / "config.json").write_text(json.dumps({**stand_in.LLAMA, "hidden_size": 10**6}))
+    with pytest.raises(ConfigError, match=r"Training [\d,]{18,} parameters in float32 .* TiB of host memory; "):
+        train(tmp_path / "run", model={"transformers": str(tmp_path), **dict.fromkeys(TINY)})
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", PLANS)

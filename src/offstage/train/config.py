@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from offstage import ConfigError, OffloadConfig
-from offstage.config import exact_size, format_size, parse_size
+from offstage.config import exact_size, parse_size
 from offstage.train.flags import Values, parse_sections
 from offstage.train.settings import check, checked, field_types, nearest
 
@@ -204,7 +204,7 @@ class ActivationSettings:
             )
         if self.device_peak is not None and self.mode != "auto":
             raise ConfigError(
-                f"activations.device_peak={format_size(int(self.device_peak))} is for activations.mode='auto', which "
+                f"activations.device_peak={exact_size(int(self.device_peak))} is for activations.mode='auto', which "
                 f"contradicts {self.mode!r}. Use 'auto', or leave device_peak out."
             )
 
