@@ -113,6 +113,7 @@ def test_ranks_and_stages_share_what_there_is():
     assert shares[0] == shares[1] != shares[2] == shares[3]
     assert sum(share.weights for share in shares) == pytest.approx(whole.weights, rel=0.01)
     assert sum(share.host_state for share in shares) > 0
+    assert " on one of 4 ranks (" in shares[0].in_words(0, weights=True)
 
 
 def test_what_other_ranks_have_claimed_counts(monkeypatch):

@@ -276,12 +276,12 @@ def latest(root: str | os.PathLike[str], *, intact: bool = False) -> Path | None
     return None
 
 
-def complete_in(root: Path) -> list[Path]:
+def complete_in(root: Path, *, warn: bool = True) -> list[Path]:
     """The complete checkpoints directly under `root`, in the order in which they were saved."""
-    return [root / name for _, name in _complete_in(root)]
+    return [root / name for _, name in _complete_in(root, warn=warn)]
 
 
-def _complete_in(root: Path) -> list[tuple[int, str]]:
+def _complete_in(root: Path, *, warn: bool = True) -> list[tuple[int, str]]:
     """When each was saved, and its name. A warning names what has a manifest and is no complete checkpoint."""
     try:
         names = os.listdir(root)
@@ -302,7 +302,7 @@ def _complete_in(root: Path) -> list[tuple[int, str]]:
         try:
             found.append((read_manifest(root / name).saved_at, name))
         except CheckpointError as error:
-            logger.warning("passed over a checkpoint: %s", error)
+            logger.log(logging.WARNING if warn else logging.DEBUG, "passed over a checkpoint: %s", error)
     return sorted(found)
 
 

@@ -58,7 +58,8 @@ class Checkpoints:
         ranks, found = Ranks(None), None
         with ranks.failing_together("Looking for the newest checkpoint"):
             if self._first:
-                found = checkpoint.latest(self._root)
+                complete = complete_in(self._root, warn=False)  # `load` says what is wrong with the others
+                found = complete[-1] if complete else None
                 found = max(_unreadable(self._root, after=found), key=_step_of, default=found)  # type: ignore[arg-type]
         newest: Path | None = ranks.gather(found)[0]
         return newest
@@ -107,13 +108,13 @@ class Checkpoints:
 
     def _intact_before(self, folder: Path) -> tuple[bool, Path | None]:
         """Whether `folder` is damaged, and the newest that is not; remembers the damaged ones."""
-        try:
-            checkpoint.verify(folder)
+        if _is_intact(folder):
             return False, None
-        except CheckpointError:
-            intact = checkpoint.latest(self._root, intact=True)
-        complete = complete_in(self._root)
-        self._damaged = complete[complete.index(intact) + 1 :] if intact is not None else complete
+        complete = complete_in(self._root, warn=False)
+        self._damaged = []
+        while complete and not _is_intact(complete[-1]):
+            self._damaged.append(complete.pop())
+        intact = complete[-1] if complete else None
         self._damaged += _unreadable(self._root, after=intact)
         return True, intact
 
@@ -213,6 +214,14 @@ class Checkpoints:
         for path, step in steps.items():
             if complete and path not in complete and step < steps[complete[-1]]:
                 _remove_incomplete(path)
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        checkpoint.verify(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _unreadable(root: Path, after: Path | None) -> list[Path]:

@@ -39,6 +39,8 @@ class Needs:
     """State that stays resident, slots and window."""
     host_state: int
     """State that leaves the device, and staging buffers."""
+    ranks: int = 1
+    """How many there are."""
 
     @property
     def device_bytes(self) -> int:
@@ -49,7 +51,9 @@ class Needs:
         parts = {"weights": self.weights, "gradients": self.gradients} if weights else {}
         sizes = ", ".join(f"{format_size(nbytes)} of {name}" for name, nbytes in {**parts, "state": state}.items())
         also = "; activations come on top" if weights else ""
-        return f"Training {self.parameters:,} parameters in {str(self.dtype).removeprefix('torch.')} ({sizes}{also})"
+        where = f" on one of {self.ranks} ranks" if self.ranks > 1 else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Training {self.parameters:,} parameters in {dtype}{where} ({sizes}{also})"
 
 
 def parameters_on_meta(config: TrainConfig, dtype: torch.dtype) -> dict[str, nn.Parameter]:
@@ -82,6 +86,7 @@ def needs_of(config: TrainConfig, parallel: Parallel) -> Needs:
         gradients=share.gradient_bytes,
         device_state=plan.bytes_of(Placement.RESIDENT) + staging,
         host_state=plan.host_bytes,
+        ranks=parallel.ranks,
     )
 
 
