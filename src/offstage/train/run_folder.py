@@ -3,11 +3,11 @@
 
 config.toml      the settings, what "auto" came to included
 run.json         command, versions, machine, plan
-metrics.jsonl    a row per step
+metrics.jsonl    a row per step; metrics.damaged-1.jsonl as it was before damaged lines were left out
 receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
 samples.txt      text that the model wrote
-checkpoints/     step-00000100, …
+checkpoints/     step-00000100, …; damaged/ has those that run.fallback passed over
 """
 
 from __future__ import annotations
