@@ -83,6 +83,16 @@ def format_size(num_bytes: float, *, up: bool = False) -> str:
     return f"{size:.{digits}f} {unit}"
 
 
+def exact_size(num_bytes: int) -> str:
+    """``1536`` → ``"1.5KiB"``: a setting that `parse_size` reads back. In GiB or TiB only if four decimals suffice."""
+    for unit, decimals in (("TiB", 4), ("GiB", 4), ("MiB", 20), ("KiB", 10)):
+        # A division by a power of two is exact, and so is the way back.
+        size = num_bytes / _UNITS[unit.upper()]
+        if size >= 1 and round(size, decimals) == size:
+            return f"{int(size) if size == int(size) else size}{unit}"
+    return f"{num_bytes}B"
+
+
 # The text under each field, where `help()` shows it #
 
 
@@ -283,8 +293,8 @@ class OffloadConfig:
             raise ConfigError(f"slots expects a whole number of at least 1; found {self.slots!r}. Leave it out.")
         if self.most_chunk_bytes < MIN_CHUNK_BYTES:
             raise ConfigError(
-                f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found {self.chunk_bytes} bytes. "
-                "Leave it out: small copies do not fill the link."
+                f"chunk_bytes expects at least {format_size(MIN_CHUNK_BYTES)}; found "
+                f"{format_size(self.most_chunk_bytes)}. Leave it out: small copies do not fill the link."
             )
 
     def _check_choices(self) -> None:
@@ -305,7 +315,7 @@ class OffloadConfig:
         if self.fraction == 0.0 and self.device_budget is not None:
             raise ConfigError(
                 f"fraction=0.0 keeps all state on the device, which contradicts device_budget="
-                f"{format_size(self.device_budget)}. Give one of the two."  # type: ignore[arg-type]
+                f"{exact_size(int(self.device_budget))}. Give one of the two."
             )
         if self.update_on == "host" and self.host_fraction is not None:
             raise ConfigError(
@@ -344,7 +354,7 @@ class OffloadConfig:
         if self.window in WINDOWS and self.device_budget is not None:
             raise ConfigError(
                 f"window={self.window!r} decides how much state is on the device, which contradicts "
-                f"device_budget={format_size(int(self.device_budget))}. Leave one of the two out."
+                f"device_budget={exact_size(int(self.device_budget))}. Leave one of the two out."
             )
 
     def _check_effects(self) -> None:
@@ -449,7 +459,7 @@ class OffloadSettings(TypedDict, total=False):
     update_in_backward: bool
     master_weights: Literal["auto", "none", "fp32", "split"]
     state_dtype: DType | Mapping[str, DType]
-    chunk_bytes: int | str
+    chunk_bytes: int | str | None
     slots: int | None
     pin_memory: bool
 
@@ -554,7 +564,7 @@ class ActivationConfig:
             )
         if self.layers != "auto" and self.device_peak is not None:
             raise ConfigError(
-                f"device_peak={format_size(int(self.device_peak))} is what layers='auto' plans for; found "
+                f"device_peak={exact_size(int(self.device_peak))} is what layers='auto' plans for; found "
                 "layers without it. Add layers='auto', or leave device_peak out."
             )
         if self.layers == "auto" and (self.fraction != 1.0 or not self.activations):

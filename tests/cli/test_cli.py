@@ -310,7 +310,7 @@ def test_a_run_and_its_report(elsewhere, capsys):
 def test_plan(elsewhere, capsys):
     assert cli.main(["plan", "1B", "--machine", "desktop.json", "--budget", "8GiB"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"1B for a 24 GiB card: {num_parameters(SIZES['1B']):,} parameters\n")
+    assert text.startswith(f"1B for a 24 GiB card: {num_parameters(SIZES['1B']):,} parameters in bfloat16\n")
     for part in ("exposed", "considered", "To train with it:", "offstage.offload(optimizer, model, device_budget="):
         assert part in text
 
@@ -335,7 +335,7 @@ def test_plan_follows_settings(elsewhere):
     words += "--workload.backward-ms 1500 --workload.clips"
     question = parse(words.split())
     assert (question.config.update_on, question.workload.clips, question.workload.forward_ms) == ("host", True, 700.0)
-    assert next(iter(question.sizes.parameters())).dtype == torch.float32
+    assert {param.dtype for param in question.sizes.values()} == {torch.float32}
     assert parse(["7B", "--machine", "desktop.json"]).workload is None
 
 
@@ -358,7 +358,7 @@ def test_plan_of_a_training_run(elsewhere):
     assert question.num_parameters == num_parameters(SIZES["50M"])
     assert (question.config.host_budget, question.config.min_bytes) == (1 << 30, 1024)
     assert (question.world.pipeline, question.world.data, question.workload.micro_batches) == (2, 1, 4)
-    assert next(iter(question.sizes.parameters())).dtype == torch.float32
+    assert {param.dtype for param in question.sizes.values()} == {torch.float32}
     assert f"--config={'run.toml'}" in usage(question, question.answer())
 
 

@@ -85,7 +85,7 @@ BAD_SETTINGS = {
     "fraction nan": ({"fraction": float("nan")}, ["nan", "from 0.0 to 1.0", "Use 1.0"]),
     "fraction off with a budget": (
         {"fraction": 0.0, "device_budget": "1MiB"},
-        ["fraction=0.0", "contradicts", "device_budget=1.0 MiB", "Give one of the two"],
+        ["fraction=0.0", "contradicts", "device_budget=1MiB", "Give one of the two"],
     ),
     "fraction against the budget": (
         # 49 KiB of state: nine tenths stay, next to three slots of 16 KiB
@@ -134,11 +134,11 @@ BAD_SETTINGS = {
     ),
     "window all with a budget": (
         {"window": "all", "device_budget": "1GiB"},
-        ["window='all'", "contradicts device_budget=1.0 GiB", "Leave one of the two out"],
+        ["window='all'", "contradicts device_budget=1GiB", "Leave one of the two out"],
     ),
     "window auto with a budget": (
         {"window": "auto", "device_peak": "2GiB", "device_budget": "1GiB"},
-        ["window='auto'", "contradicts device_budget=1.0 GiB", "Leave one of the two out"],
+        ["window='auto'", "contradicts device_budget=1GiB", "Leave one of the two out"],
     ),
     "no room for slots and window": (
         {**SMALL, "device_budget": "48KiB", "window": "32KiB"},

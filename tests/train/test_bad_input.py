@@ -8,6 +8,7 @@ import fcntl
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -147,14 +148,25 @@ def test_a_damaged_checkpoint(folder, capsys):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    refused(capsys, folder, 1, rf"step-00000004: .*{data.name}.*remove .*step-00000004 to continue from the one before")
-    for path in newest.iterdir():
-        path.unlink()
-    newest.rmdir()
+    offers = r"step-00000002 is intact: run\.fallback=true continues from there"
+    refused(capsys, folder, 1, rf"step-00000004: .*{data.name}.*{offers}")
+    shutil.rmtree(newest)
     done = train(folder, run={"steps": 8})
     whole = train(folder.parent / "whole", run={"steps": 8})
     assert differences(done.checkpoint, whole.checkpoint) == []
     assert [row["step"] for row in rows_of(folder)] == list(range(1, 9))
+
+
+def test_ranks_go_back_to_the_same_checkpoint(ranks, folder):
+    """With `run.fallback`: the first rank judges for all, and moves the damaged one."""
+    (data, *_) = sorted((folder / "checkpoints" / "step-00000004").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    run = {"steps": 4, "fallback": True}
+    found = ranks.run(2, train_there, values_of(folder, run=run, data={"batch": 1}))
+    assert {(result.step, result.checkpoint.name) for result in found} == {(4, "step-00000004")}
+    assert (folder / "checkpoints" / "damaged" / "step-00000004" / data.name).is_file()
+    checkpoint.verify(folder / "checkpoints" / "step-00000004")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
 
 
 # Disks and folders
@@ -222,7 +234,7 @@ def test_two_runs_in_one_folder(folder, capsys):
 
 SETTINGS = {
     "device budget": (2, {"offload": {"device_budget": "1KiB"}}, r"device_budget.*1\.0 KiB.*slots"),
-    "host budget": (1, {"offload": {"host_budget": "10KiB"}}, r"host_budget"),
+    "host budget": (2, {"offload": {"host_budget": "10KiB"}}, r"host_budget"),
     "device": (2, {"run": {"device": "xpu"}}, r"run\.device='xpu' expects such an accelerator; found none"),
     "stages": (
         2,

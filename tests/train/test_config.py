@@ -56,7 +56,7 @@ SAMPLES = {
     "optimizer.last_lr_share": (["1"], 1.0),
     "offload.fraction": (["0.5"], 0.5),
     "offload.device_budget": (["8GiB"], 8 << 30),
-    "offload.device_peak": (["40GiB"], 40 << 30),
+    "offload.device_peak": (["40GiB", "--offload.window", "auto"], 40 << 30),
     "offload.host_budget": (["123456"], 123456),
     "offload.min_bytes": (["0"], 0),
     "offload.update_on": (["auto"], "auto"),
@@ -82,6 +82,7 @@ SAMPLES = {
     "run.seed": (["1"], 1),
     "run.device": (["cpu"], "cpu"),
     "run.resume": (["no"], False),
+    "run.fallback": (["true"], True),
     "run.save_every": (["0"], 0),
     "run.save_last": (["false"], False),
     "run.keep_checkpoints": (["1"], 1),
@@ -134,6 +135,7 @@ def test_every_setting_survives_toml(tmp_path):
         "activations.device_peak": {"mode": "auto"},
         "activations.fraction": {"mode": "offload"},
         "offload.threads": {"update_on": "host"},
+        "offload.device_peak": {"window": "auto"},
     }
     for flag, (_, found) in SAMPLES.items():
         section, name = flag.split(".")

@@ -258,22 +258,30 @@ def is_complete(folder: str | os.PathLike[str]) -> bool:
     return True
 
 
-def latest(root: str | os.PathLike[str]) -> Path | None:
+def latest(root: str | os.PathLike[str], *, intact: bool = False) -> Path | None:
     """The complete checkpoint directly under `root` that was saved last; `None` if there is none.
 
     What the manifests say counts, not the times of files. Each save is later than those beside it, even if the clock
-    was set back.
+    was set back. With `intact`, one whose files are not what was saved is passed over, with a warning: they are read
+    to the end, from the newest checkpoint back to the first that `verify` accepts.
     """
-    found = complete_in(checked_folder(root))
-    return found[-1] if found else None
+    for folder in reversed(complete_in(checked_folder(root))):
+        try:
+            if intact:
+                verify(folder)
+        except CheckpointError as error:
+            logger.warning("passed over a checkpoint: %s", error)
+        else:
+            return folder
+    return None
 
 
-def complete_in(root: Path) -> list[Path]:
+def complete_in(root: Path, *, warn: bool = True) -> list[Path]:
     """The complete checkpoints directly under `root`, in the order in which they were saved."""
-    return [root / name for _, name in _complete_in(root)]
+    return [root / name for _, name in _complete_in(root, warn=warn)]
 
 
-def _complete_in(root: Path) -> list[tuple[int, str]]:
+def _complete_in(root: Path, *, warn: bool = True) -> list[tuple[int, str]]:
     """When each was saved, and its name. A warning names what has a manifest and is no complete checkpoint."""
     try:
         names = os.listdir(root)
@@ -294,7 +302,7 @@ def _complete_in(root: Path) -> list[tuple[int, str]]:
         try:
             found.append((read_manifest(root / name).saved_at, name))
         except CheckpointError as error:
-            logger.warning("passed over a checkpoint: %s", error)
+            logger.log(logging.WARNING if warn else logging.DEBUG, "passed over a checkpoint: %s", error)
     return sorted(found)
 
 

@@ -228,7 +228,8 @@ def plan(arguments: Sequence[str]) -> int:
         _write(found.to_json() + "\n")
         return 0
     whose = "" if question.world.ranks == 1 else f", the largest share of {question.world.ranks} ranks"
-    _write(f"{question.model} for {question.machine.device_name}: {question.num_parameters:,} parameters{whose}\n\n")
+    parameters = f"{question.num_parameters:,} parameters in {str(question.dtype).removeprefix('torch.')}"
+    _write(f"{question.model} for {question.machine.device_name}: {parameters}{whose}\n\n")
     _write(f"{question.about_machine()}{found}\n\nTo train with it:\n")
     _write("".join(f"  {line}\n" for line in usage(question, found).splitlines()))
     return 0

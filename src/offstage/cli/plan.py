@@ -29,12 +29,22 @@ from offstage import (
     measure_machine,
 )
 from offstage.cli.remedies import Asked, what_fits
+from offstage.config import exact_size
+from offstage.memory.arena import round_up
+from offstage.planning.plan import plan_placements
 from offstage.planning.presets import MACHINES, Preset
 from offstage.planning.sizes import Source, param_sizes
-from offstage.train.config import ModelSettings, build, read_toml
+from offstage.train.config import (
+    BYTE_SETTINGS,
+    DataSettings,
+    ModelSettings,
+    TrainConfig,
+    build,
+    read_toml,
+)
 from offstage.train.flags import parse_sections, positional
+from offstage.train.memory_needs import parameters_on_meta
 from offstage.train.model import SIZES
-from offstage.train.model import build as build_model
 from offstage.train.published_models import PUBLISHED
 from offstage.train.settings import nearest
 
@@ -73,7 +83,7 @@ class PlanOptions:
     it is for state. The same as --offload.device-peak. Without it, everything leaves the device."""
 
     dtype: Literal["bfloat16", "float32"] | None = None
-    """Format of the weights; by default that of the .toml, or bfloat16."""
+    """Format of the weights; by default that of the .toml, with auto as offstage train resolves it, or bfloat16."""
 
     machine: str | None = None
     """A machine that is not here: a name (rtx4090, a100-80g, h100-80g, gh200, …; an unknown name lists them), whose
@@ -98,6 +108,10 @@ class Question:
     world: World
     workload: Workload | None
     json: bool
+    dtype: torch.dtype
+    """The format of the weights."""
+    as_trained: bool
+    """Whether that is what `offstage train` takes without being told."""
     preset: Preset | None = None
     """Where the machine is from, if it is neither measured nor from a file."""
 
@@ -126,15 +140,20 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
         raise ConfigError(
             f"{PROG} expects a model; found none. Give a size ({', '.join(SIZES)}) or a file. See {PROG} --help."
         )
-    settings, training = _of_training(options)
+    run, training = _of_training(options)
     for section, fields in training.items():
         values[section] = {**fields, **values.get(section, {})}
     if options.budget is not None:
         if "device_peak" in values.get("offload", {}):
             raise ConfigError("--budget and --offload.device-peak are the same thing; expected one, found both.")
         values.setdefault("offload", {})["device_peak"] = options.budget
-    config, sizes = _section(OffloadConfig, values, "offload"), _sizes(options, settings)
-    machine = _machine(options) or measure()  # last: it may take seconds
+    config, machine = _section(OffloadConfig, values, "offload"), _machine(options)
+    trained = run.model.dtype_on(_device(run, machine))
+    said: torch.dtype = getattr(torch, options.dtype or "bfloat16")
+    dtype = trained if options.dtype is None and Path(options.model).suffix == ".toml" else said
+    sizes = _sizes(options.model, run, dtype)
+    if machine is None:  # last: it may take seconds
+        machine = measure() if run.run.device == "auto" else measure_machine(run.run.torch_device())
     return Question(
         model=options.model,
         sizes=sizes,
@@ -144,6 +163,8 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
         workload=_section(Workload, values, "workload") if values.get("workload") else None,
         json=options.json,
         preset=MACHINES.get(options.machine or ""),
+        dtype=dtype,
+        as_trained=dtype == trained,
     )
 
 
@@ -160,10 +181,10 @@ def _section(cls: Any, values: Mapping[str, Mapping[str, Any]], name: str) -> An
         raise ConfigError(f"{name}: {error}") from None
 
 
-def _of_training(options: PlanOptions) -> tuple[ModelSettings, dict[str, dict[str, Any]]]:
-    """A training run's model, and its settings that matter to plans."""
+def _of_training(options: PlanOptions) -> tuple[TrainConfig, dict[str, dict[str, Any]]]:
+    """A training run, and its settings that matter to plans."""
     if options.model is None or Path(options.model).suffix != ".toml":
-        return ModelSettings(), {}
+        return TrainConfig(), {}
     values = read_toml(Path(options.model))
     config = build(values)
     workload: dict[str, Any] = {}
@@ -172,7 +193,7 @@ def _of_training(options: PlanOptions) -> tuple[ModelSettings, dict[str, dict[st
     if config.offload.update_in_backward and config.optimizer.clip:
         workload["clips"] = True
     world = {"pipeline": config.parallel.stages} if config.parallel.stages > 1 else {}
-    return config.model, {"offload": values.get("offload", {}), "world": world, "workload": workload}
+    return config, {"offload": values.get("offload", {}), "world": world, "workload": workload}
 
 
 def _machine(options: PlanOptions) -> Machine | None:
@@ -198,20 +219,25 @@ def _machine(options: PlanOptions) -> Machine | None:
     return Machine.from_json(json.dumps(content.get("machine", content) if isinstance(content, dict) else content))
 
 
-def _sizes(options: PlanOptions, settings: ModelSettings) -> Source:
-    model = options.model or ""
+def _device(run: TrainConfig, machine: Machine | None) -> torch.device:
+    """The device that `offstage train` would use there; of another machine's accelerator only that it is one."""
+    if machine is None or run.run.device != "auto":
+        return run.run.torch_device()
+    return torch.device("cpu" if machine.device_name == "cpu" else "cuda")
+
+
+def _sizes(model: str, run: TrainConfig, dtype: torch.dtype) -> Source:
     path = Path(model)
     if path.suffix == ".toml":
-        return _on_meta(settings, options)
+        return parameters_on_meta(run, dtype)
     if model in SIZES:
-        return _on_meta(ModelSettings(size=model), options)  # type: ignore[arg-type]
+        return parameters_on_meta(TrainConfig(model=ModelSettings(size=model)), dtype)  # type: ignore[arg-type]
     if path.suffix == ".json" and (shapes := _shapes(path)) is not None:
-        dtype = _dtype(options, None)
         return {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     if path.exists():
-        return _on_meta(ModelSettings(transformers=model), options)
+        data = DataSettings(sequence=1)  # the length of a run's sequences is not known
+        return parameters_on_meta(TrainConfig(model=ModelSettings(transformers=model), data=data), dtype)
     if model.lower() in PUBLISHED:
-        dtype = _dtype(options, None)
         return {
             name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in PUBLISHED[model.lower()]().items()
         }
@@ -239,16 +265,6 @@ def _shapes(path: Path) -> dict[str, int | list[int]] | None:
         for one in content.values()
     ]
     return content if all(is_shape) else None
-
-
-def _dtype(options: PlanOptions, settings: ModelSettings | None) -> torch.dtype:
-    said = settings.dtype if settings is not None and settings.dtype != "auto" else "bfloat16"
-    dtype: torch.dtype = getattr(torch, options.dtype or said)
-    return dtype
-
-
-def _on_meta(settings: ModelSettings, options: PlanOptions) -> torch.nn.Module:
-    return build_model(settings, device="meta", dtype=_dtype(options, settings), sequence=1)
 
 
 def _world(options: PlanOptions, given: Mapping[str, Any], machine: Machine) -> World:
@@ -288,15 +304,24 @@ def usage(question: Question, plan: Plan) -> str:
         for one in dataclasses.fields(OffloadConfig)
         if getattr(question.config, one.name) != getattr(OffloadConfig(), one.name)
     }
-    if "device_peak" in changed and question.config.window != "auto":
-        del changed["device_peak"]
-        changed["device_budget"] = plan.device_bytes
     if question.config.update_on == "auto" and plan.candidates:
         changed.pop("update_on", None)
         changed["host_fraction"] = plan.candidates[0].host_fraction
+    if "device_peak" in changed and question.config.window != "auto":
+        del changed["device_peak"]
+        # A whole number of MiB is easier to read; it is a little more, and must not place anything differently.
+        rounded = round_up(plan.device_bytes, 2**20)
+        same = (
+            plan_placements(plan.sizes, OffloadConfig(**changed, device_budget=rounded)).placements == plan.placements
+        )
+        changed["device_budget"] = rounded if same else plan.device_bytes
+    changed |= {
+        name: exact_size(value) for name, value in changed.items() if name in BYTE_SETTINGS and isinstance(value, int)
+    }
     python = ", ".join(["optimizer", "model", *(f"{name}={value!r}" for name, value in changed.items())])
     lines = [f"offstage.offload({python})"]
-    flags = [f"--offload.{name.replace('_', '-')}={_flag_value(value)}" for name, value in changed.items()]
+    flags = [] if question.as_trained else [f"--model.dtype={str(question.dtype).removeprefix('torch.')}"]
+    flags += [f"--offload.{name.replace('_', '-')}={_flag_value(value)}" for name, value in changed.items()]
     ranks = question.world.ranks
     start = "offstage" if ranks == 1 else f"torchrun --nproc-per-node={math.gcd(ranks, 8)} -m offstage"
     if ranks == 1 or question.world.tensor == 1:

@@ -8,6 +8,7 @@ for removing alike. Only folders that a run has made here are removed, never wha
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -27,14 +28,19 @@ logger = logging.getLogger("offstage")
 _NAME = re.compile(r"step-(\d{8,})")
 _EXTRA = {"step", "skipped_in_a_row", "data"}
 """What the loop needs to continue."""
+_ASIDE = "damaged"
+"""The folder, among the checkpoints, of those that are damaged."""
 
 
 class Checkpoints:
     """`step-00000100` and so on in `root`. Every rank calls every method."""
 
-    def __init__(self, root: Path, *, keep: int, asynchronous: bool, first: bool) -> None:
-        """`first`: this is the rank that removes old ones."""
+    def __init__(self, root: Path, *, keep: int, asynchronous: bool, first: bool, fallback: bool = False) -> None:
+        """`first`: this is the rank that removes old ones. `fallback`: where the newest is damaged, load another."""
         self._root, self._keep, self._asynchronous, self._first = root, keep, asynchronous, first
+        self._fallback = fallback
+        self._damaged: list[Path] = []
+        """Passed over by `load`."""
         self._under_way: checkpoint.AsyncSave | None = None
         self._failure: Exception | None = None
 
@@ -47,21 +53,88 @@ class Checkpoints:
         newest: Path | None = ranks.gather(found)[0]
         return newest
 
-    def load(self, folder: Path, model: nn.Module, optimizer: OffloadedOptimizer) -> dict[str, Any]:
-        """Load into `model` and `optimizer`; returns `extra`."""
+    def to_resume(self) -> Path | None:
+        """The newest that was completed, as the first rank finds it, even if its manifest is damaged now."""
+        ranks, found = Ranks(None), None
+        with ranks.failing_together("Looking for the newest checkpoint"):
+            if self._first:
+                complete = complete_in(self._root, warn=False)  # `load` says what is wrong with the others
+                found = complete[-1] if complete else None
+                found = max(_unreadable(self._root, after=found), key=_step_of, default=found)  # type: ignore[arg-type]
+        newest: Path | None = ranks.gather(found)[0]
+        return newest
+
+    def load(self, folder: Path, model: nn.Module, optimizer: OffloadedOptimizer) -> tuple[Path, dict[str, Any]]:
+        """Load into `model` and `optimizer`; returns what was loaded, and its `extra`.
+
+        That is `folder`, or with `fallback` the newest before it that is not damaged.
+        """
         try:
             extra = checkpoint.load(folder, model, optimizer)
         except CheckpointError as error:
-            raise CheckpointError(
-                f"{error} Nothing was changed. To train another model, choose another run.folder; if the checkpoint is "
-                f"damaged, remove {folder} to continue from the one before."
-            ) from error
+            folder = self._instead_of(folder, error)
+            extra = checkpoint.load(folder, model, optimizer)
         if missing := sorted(_EXTRA - extra.keys()):
             raise CheckpointError(
                 f"{folder}: expected a checkpoint of `offstage train`; found one without {missing[0]!r}, which another "
                 "program saved. Move it elsewhere, or choose another run.folder."
             )
-        return extra
+        return folder, extra
+
+    def _instead_of(self, folder: Path, error: CheckpointError) -> Path:
+        """The newest that is not damaged, in place of `folder`, which could not be loaded; raises if that is wrong."""
+        ranks = Ranks(None)
+        found: tuple[bool, Path | None] = (False, None)
+        with ranks.failing_together("Looking for a checkpoint that is not damaged"):
+            if self._first:
+                found = self._intact_before(folder)
+        damaged, intact = ranks.gather(found)[0]
+        if not damaged:
+            raise CheckpointError(
+                f"{error} Nothing was changed. To train another model, choose another run.folder."
+            ) from error
+        if intact is None:
+            raise CheckpointError(
+                f"{error} Nothing was changed. No other checkpoint in {self._root} is complete and intact: bring "
+                "this one back from a copy, or begin again in another run.folder."
+            ) from error
+        if not self._fallback:
+            raise CheckpointError(
+                f"{error} Nothing was changed. {intact} is intact: run.fallback=true continues from there, and keeps "
+                "the damaged one aside."
+            ) from error
+        logger.warning("continuing from %s instead: %s", intact, error)
+        return Path(intact)
+
+    def _intact_before(self, folder: Path) -> tuple[bool, Path | None]:
+        """Whether `folder` is damaged, and the newest that is not; remembers the damaged ones."""
+        if _is_intact(folder):
+            return False, None
+        complete = complete_in(self._root, warn=False)
+        self._damaged = []
+        while complete and not _is_intact(complete[-1]):
+            self._damaged.append(complete.pop())
+        intact = complete[-1] if complete else None
+        self._damaged += _unreadable(self._root, after=intact)
+        return True, intact
+
+    def set_aside(self) -> None:
+        """Move the damaged ones, which `load` passed over, to a folder of their own: a save may need their names."""
+        ranks = Ranks(None)
+        with ranks.failing_together("Setting damaged checkpoints aside"):
+            for folder in self._damaged:
+                names = (self._root / _ASIDE / f"{folder.name}{end}" for end in _endings())
+                aside = next(name for name in names if not os.path.lexists(name))
+                try:
+                    aside.parent.mkdir(exist_ok=True)
+                    folder.rename(aside)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{folder} is damaged and could not be moved to {aside}: {error.strerror or error}. Move it "
+                        "elsewhere, and run the same command again."
+                    ) from error
+                logger.warning("the damaged checkpoint %s is kept as %s", folder, aside)
+        self._damaged.clear()
 
     def save(
         self, step: int, model: nn.Module, optimizer: OffloadedOptimizer, extra: Mapping[str, Any], *, wait: bool
@@ -141,6 +214,31 @@ class Checkpoints:
         for path, step in steps.items():
             if complete and path not in complete and step < steps[complete[-1]]:
                 _remove_incomplete(path)
+
+
+def _is_intact(folder: Path) -> bool:
+    try:
+        checkpoint.verify(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _unreadable(root: Path, after: Path | None) -> list[Path]:
+    """Those of later steps than `after` whose save was completed, and whose manifest cannot be read any more."""
+    least = -1 if after is None else _step_of(after)
+    if least is None or not root.is_dir():
+        return []
+    steps = {path: step for path in root.iterdir() if (step := _step_of(path)) is not None}
+    return [
+        path
+        for path, step in steps.items()
+        if step > least and os.path.lexists(path / MANIFEST) and not checkpoint.is_complete(path)
+    ]
+
+
+def _endings() -> Iterator[str]:
+    return ("" if number == 1 else f"-{number}" for number in itertools.count(1))
 
 
 def _step_of(folder: Path) -> int | None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offstage import ConfigError, OffloadConfig
-from offstage.config import format_size, parse_size
+from offstage.config import exact_size, parse_size
 from offstage.train.flags import Values, parse_sections
 from offstage.train.settings import check, checked, expected, field_types, nearest
 
@@ -207,7 +207,7 @@ class ActivationSettings:
             )
         if self.device_peak is not None and self.mode != "auto":
             raise ConfigError(
-                f"activations.device_peak={format_size(int(self.device_peak))} is for activations.mode='auto', which "
+                f"activations.device_peak={exact_size(int(self.device_peak))} is for activations.mode='auto', which "
                 f"contradicts {self.mode!r}. Use 'auto', or leave device_peak out."
             )
 
@@ -266,6 +266,10 @@ class RunSettings:
     resume: bool = True
     """Continue from the newest complete checkpoint in the folder, if there is one, with the same bits as an
     uninterrupted run."""
+
+    fallback: bool = False
+    """If the newest checkpoint is damaged, move it to checkpoints/damaged and continue from the newest that is not,
+    with the steps since then made again. Without it, a damaged checkpoint is an error."""
 
     deterministic: bool = True
     """On an accelerator: kernels that give the same bits every time, so that a resume is exact there too. Attention's
@@ -363,6 +367,12 @@ class TrainConfig:
             )
         if self.parallel.stages > 1:
             self._check_pipeline()
+        if self.offload.device_peak is not None and self.offload.window != "auto":
+            raise ConfigError(
+                f"offload.device_peak={exact_size(int(self.offload.device_peak))} is the limit of offload.window="
+                f"'auto'; found window={self.offload.window}, with which a run does not use it. Use "
+                "offload.device_budget, which `offstage plan --budget` derives from a peak, or offload.window='auto'."
+            )
         if self.model.dtype == "float32" and self.offload.master_weights == "split":
             raise ConfigError(
                 "offload.master_weights='split' splits fp32 masters of bf16 weights, which contradicts "
@@ -392,7 +402,8 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelSettings,
     "run": RunSettings,
 }
-_SIZES = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window")
+BYTE_SETTINGS = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window")
+"""Settings that are sizes; they are written with a unit."""
 
 
 def load_config(toml: Path | None, arguments: Sequence[str]) -> TrainConfig:
@@ -465,7 +476,7 @@ def _section_lines(name: str, section: Any) -> Iterator[str]:
             yield f"{one.name} = {_toml_value(one.name, value)}"
         else:  # TOML has no null; None is always a default
             words = expected(field_types(section.__class__)[one.name]).removeprefix("none or ")
-            yield f"# {one.name} = ({'a size such as 8GiB, in quotes' if one.name in _SIZES else words})"
+            yield f"# {one.name} = ({'a size such as 8GiB, in quotes' if one.name in BYTE_SETTINGS else words})"
     yield ""
 
 
@@ -480,9 +491,8 @@ def _toml_value(name: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace(
             "\x7f", "\\u007f"
         )  # JSON strings are TOML strings, except for DEL
-    if name in _SIZES and value and value % 1024 == 0:
-        unit, text = max((1024**power, f"{one}iB") for power, one in enumerate("KMGT", 1) if value % 1024**power == 0)
-        return json.dumps(f"{value // unit}{text}")
+    if name in BYTE_SETTINGS and value:
+        return json.dumps(exact_size(value))
     return repr(value)
 
 

@@ -37,24 +37,39 @@ def deterministic(config: TrainConfig, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained_errors(config: TrainConfig) -> Iterator[None]:
-    """Within: add the remedy to errors that torch raises about the device."""
+def explained_errors(config: TrainConfig, *, building: bool = False) -> Iterator[None]:
+    """Within: add the remedy to errors that torch raises about memory and the device. `building`: no step was made."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise OffstageError(
+    except OffstageError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        if (explained := _explained(error, config, building=building)) is None:
+            raise
+        raise explained from error
+
+
+def _explained(error: Exception, config: TrainConfig, *, building: bool) -> OffstageError | None:
+    # torch has an exception for a full device, and for the host's memory a text.
+    full = isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    if full and building:
+        return OffstageError(
+            f"Memory ran out while the model was built: {_first_line(error)} It was free when it was looked at: end "
+            "the other programs that take it, or choose a smaller model or more ranks. `offstage plan` shows what fits."
+        )
+    if full:
+        return OffstageError(
             f"Device memory ran out: {_first_line(error)} In this order: activations.mode='checkpoint' (now "
             f"{config.activations.mode!r}), data.batch={max(1, config.data.batch // 2)} with more micro-batches "
             "(data.micro_batches), a smaller offload.device_budget, offload.update_in_backward with optimizer.clip=0. "
             "`offstage plan` shows what fits. Complete checkpoints are unchanged."
-        ) from error
-    except RuntimeError as error:
-        if "does not have a deterministic implementation" not in str(error):
-            raise
-        raise OffstageError(
+        )
+    if "does not have a deterministic implementation" in str(error):
+        return OffstageError(
             f"This model has an operation whose bits do not repeat: {_first_line(error)} Use run.deterministic=false; "
             "a resumed run then ends close to an uninterrupted one, and not with the same bits."
-        ) from error
+        )
+    return None
 
 
 def _first_line(error: BaseException) -> str:

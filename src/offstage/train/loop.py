@@ -31,6 +31,7 @@ from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
 from offstage.train.data import Batches, Corpus, Feed
 from offstage.train.determinism import deterministic, explained_errors
+from offstage.train.memory_needs import check_memory
 from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
 from offstage.train.observe import Observer
 from offstage.train.parallel import Parallel, started
@@ -76,10 +77,10 @@ def run(config: TrainConfig) -> Result:
         open_until_end.enter_context(deterministic(config, parallel.device))
         folder = RunFolder(config.run.folder)
         with Ranks(None).failing_together("Opening the run's folder"):
+            progress = progress_for(config.run.progress, first=parallel.first)
             if parallel.first:
                 open_until_end.enter_context(folder.locked())
         stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
-        progress = progress_for(config.run.progress, first=parallel.first)
         open_until_end.enter_context(warnings_to_progress(progress))
         training = Training(config, parallel, folder, progress)
         open_until_end.callback(training.close)
@@ -105,15 +106,20 @@ class Training:
             keep=config.run.keep_checkpoints,
             asynchronous=config.run.asynchronous_saves,
             first=parallel.first,
+            fallback=config.run.fallback,
         )
         ranks = Ranks(None)
-        with ranks.failing_together("Reading the data"):
-            self.feed, self._eval_data = self._open_data()
-        if self._predicts:
-            measure_machine(parallel.device)  # now, while the device is empty; the result is cached
         with contextlib.ExitStack() as open_until_closed:
-            with ranks.failing_together("Building the model"), explained_errors(config):
+            with ranks.failing_together("Checking the memory"):
+                # All ranks have claimed theirs before one of them takes any.
+                claim = open_until_closed.enter_context(check_memory(config, parallel))
+            with ranks.failing_together("Reading the data"):
+                self.feed, self._eval_data = self._open_data()
+            if self._predicts:
+                measure_machine(parallel.device)  # now, while the device is empty; the result is cached
+            with ranks.failing_together("Building the model"), explained_errors(config, building=True):
                 self.passes: Passes = passes_for(config, parallel)
+                claim.release()  # the optimizer claims what is left to take
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
                 modes = activation_mode(config.activations, self.passes, parallel.device)
@@ -156,8 +162,10 @@ class Training:
         """Train until the last step, a signal, or an error."""
         config = self.config.run
         self._resume()
+        with Ranks(None).failing_together("Opening the records"):
+            self._open_sinks()
+        self.folder.begun = True  # from here on, what is in the folder stays
         self._write_about()
-        self._open_sinks()
         self._progress.begin(self.step, config.steps)
         stopped = 0
         try:
@@ -311,7 +319,7 @@ class Training:
         return self.checkpoints.save(self.step, self.passes.model, self.optimizer, extra, wait=wait)
 
     def _resume(self) -> None:
-        newest = self.checkpoints.newest()
+        newest = self.checkpoints.to_resume()
         torch.manual_seed(self.config.run.seed + self.parallel.rank)
         if newest is None:
             return
@@ -321,9 +329,10 @@ class Training:
                 "checkpoints. Choose another run.folder, or remove this one."
             )
         self._check_model(newest)
-        extra = self.checkpoints.load(newest, self.passes.model, self.optimizer)
+        newest, extra = self.checkpoints.load(newest, self.passes.model, self.optimizer)
         self._restore_options()
         self.feed.go_to(extra["data"])
+        self.checkpoints.set_aside()
         self.step, self._skipped_in_a_row = extra["step"], extra["skipped_in_a_row"]
         if not set_rng_states(extra, self.parallel.rank, self.parallel.device):
             logger.warning(
@@ -365,16 +374,20 @@ class Training:
             plan = self.optimizer.plan
             saved = f": {format_size(plan.net_saved_bytes)} saved on the device, net" if plan.host_bytes else ""
             self._progress.say(
-                f"{parameters:,} parameters on {self.parallel.device}, {plan.summary()}{saved}",
+                f"{parameters:,} parameters in {settings.model.dtype} on {self.parallel.device}, "
+                f"{plan.summary()}{saved}",
                 parameters=parameters,
                 net_saved_bytes=plan.net_saved_bytes,
             )
 
     def _open_sinks(self) -> None:
         if self.parallel.first:
-            self._sinks.append(MetricsFile(self.folder.metrics, after_step=self.step))
-            if self.config.run.tensorboard:
+            if self.config.run.tensorboard:  # first: it may be refused, and the other one removes rows
                 self._sinks.append(TensorBoard(self.folder.tensorboard))
+            metrics = MetricsFile(self.folder.metrics, after_step=self.step)
+            self._sinks.append(metrics)
+            if metrics.dropped:
+                self._progress.say(metrics.dropped, step=self.step)
 
     def _write_receipt(self) -> None:
         if self.parallel.first and runtime_of(self.optimizer).steps:

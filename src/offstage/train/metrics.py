@@ -8,20 +8,22 @@ queued.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from offstage import OffloadedOptimizer, OffstageError
+from offstage import ConfigError, OffloadedOptimizer, OffstageError
 from offstage.engine.timer import StepTimer, exposed_ms
 from offstage.lanes.lanes import Lane
 from offstage.optimizer.optimizer import runtime_of
@@ -29,6 +31,7 @@ from offstage.train.reading import BadFileError, parse_object, read_lines
 from offstage.train.run_folder import named
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_MOST_NAMED = 5
 
 
 @dataclass(kw_only=True)
@@ -202,15 +205,22 @@ class Meter:
 
 
 class MetricsFile:
-    """`metrics.jsonl`: rows are appended; a resumed run first removes those of steps that it repeats."""
+    """`metrics.jsonl`: rows are appended; a resumed run first removes those of steps that it repeats.
+
+    Lines that are damaged, or out of order, are dropped; the file that had them is kept beside this one.
+    """
 
     def __init__(self, path: Path, *, after_step: int) -> None:
         """`after_step`: the run continues after this one."""
         self._path = path
+        self.dropped = ""
+        """What was dropped and where it is kept, in words; empty if nothing was damaged."""
         cut = path.with_name(f".{path.name}.tmp")
         with named(path):
             with cut.open("wb") as file:
-                file.writelines(line for line in _lines(path) if _step_of(line) <= after_step)
+                damaged = _copy_rows(path, file, after_step)
+            if damaged:
+                self.dropped = _kept_aside(path, damaged)
             cut.replace(path)  # atomic: a process killed here leaves the old rows or the new ones
             self._file = path.open("a")
 
@@ -231,7 +241,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise OffstageError(
+            raise ConfigError(
                 "run.tensorboard=true needs the tensorboard package; found none. Run `pip install tensorboard`, or "
                 "leave it out: the same numbers are in metrics.jsonl."
             ) from error
@@ -258,10 +268,39 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """All complete lines."""
+def _copy_rows(path: Path, file: BinaryIO, after_step: int) -> list[int]:
+    """Write the rows up to `after_step`; returns the numbers of lines that are no rows, or out of place."""
+    damaged, repeated = [], []
+    for number, line in enumerate(_lines(path), start=1):
+        step = _step_of(line)
+        if step is None:
+            damaged.append(number)
+        elif step > after_step:
+            repeated.append(number)
+        else:
+            damaged += repeated  # rows of later steps come last
+            repeated.clear()
+            file.write(line)
+    return sorted(damaged)
+
+
+def _kept_aside(path: Path, damaged: list[int]) -> str:
+    """Keep the file under another name as well; returns what is to be said about it."""
+    names = (path.with_name(f"{path.stem}.damaged-{number}{path.suffix}") for number in itertools.count(1))
+    aside = next(name for name in names if not os.path.lexists(name))
     try:
-        yield from (line for line in read_lines(path) if line.endswith(b"\n"))
+        os.link(path, aside)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, aside)
+    lines = f"{'line' if len(damaged) == 1 else 'lines'} {', '.join(map(str, damaged[:_MOST_NAMED]))}"
+    more = f" and {len(damaged) - _MOST_NAMED} more" if len(damaged) > _MOST_NAMED else ""
+    return f"{path.name}: {lines}{more} damaged and left out; the file as it was is kept as {aside.name}"
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """All lines, the last one perhaps without its end."""
+    try:
+        yield from read_lines(path)
     except FileNotFoundError:
         return
     except BadFileError as error:
@@ -270,9 +309,10 @@ def _lines(path: Path) -> Iterator[bytes]:
         ) from error
 
 
-def _step_of(line: bytes) -> float:
+def _step_of(line: bytes) -> int | None:
+    """`None` if the line is no row, or not all of one."""
     try:
-        step = parse_object(line).get("step")
+        step = parse_object(line).get("step") if line.endswith(b"\n") else None
     except BadFileError:
-        step = None
-    return step if type(step) is int else math.inf  # damaged: dropped
+        return None
+    return step if type(step) is int else None

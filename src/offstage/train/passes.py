@@ -188,6 +188,14 @@ class JoinedStages(nn.Module):
         self.blocks = nn.ModuleDict({name: block for piece in pieces for name, block in piece.blocks.items()})
 
 
+def pieces_of(model: LanguageModel, config: TrainConfig, parallel: Parallel) -> dict[int, Any]:
+    """The modules that this rank calls, by number: the model, or its stages of a pipeline."""
+    if parallel.stages == 1:
+        return {0: model}
+    num_stages = parallel.stages * STAGES_PER_RANK.get(config.parallel.schedule, 1)
+    return dict(list(enumerate(stages(model, num_stages)))[parallel.stage :: parallel.stages])
+
+
 def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
     """The model of `config`, divided as `parallel` says, with its first weights and on its device.
 
@@ -202,10 +210,7 @@ def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
         sequence=config.data.sequence,
         seed=config.run.seed,
     )
-    pieces: dict[int, Any] = {0: model}
-    if not whole:
-        num_stages = parallel.stages * STAGES_PER_RANK.get(config.parallel.schedule, 1)
-        pieces = dict(list(enumerate(stages(model, num_stages)))[parallel.stage :: parallel.stages])
+    pieces = pieces_of(model, config, parallel)
     for piece in pieces.values():
         if config.model.compile:
             for layer in piece.layers():

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
-from offstage import OffstageError
+from offstage import ConfigError
 from offstage.config import format_size
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.train.metrics import Row
@@ -117,7 +117,7 @@ class Rich(Progress):
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
         except ImportError as error:
-            raise OffstageError(
+            raise ConfigError(
                 "run.progress='rich' needs the rich package; found none. Run `pip install offstage[cli]`, or use "
                 "run.progress='quiet'."
             ) from error

@@ -3,11 +3,11 @@
 
 config.toml      the settings, what "auto" came to included
 run.json         command, versions, machine, plan
-metrics.jsonl    a row per step
+metrics.jsonl    a row per step; metrics.damaged-1.jsonl as it was before damaged lines were left out
 receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
 samples.txt      text that the model wrote
-checkpoints/     step-00000100, …
+checkpoints/     step-00000100, …; damaged/ has those that run.fallback passed over
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from offstage import OffstageError
 from offstage.train.reading import BadFileError, read_object
@@ -38,26 +38,45 @@ class RunFolder:
         self.samples = self.path / "samples.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.begun = False
+        """Whether the run has been accepted. Until then, what it makes here is removed if it fails."""
+        self._lock = self.path / ".lock"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[RunFolder]:
-        """Within: no other process trains here. The system releases the lock however the process ends."""
+        """Within: no other process trains here. The system releases the lock however the process ends.
+
+        If the run fails before it has `begun`, the folder is left as it was found.
+        """
+        missing = [path for path in (self.checkpoints, self._lock, self.path, *self.path.parents) if not path.exists()]
         with named(self.path):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = (self.path / ".lock").open("a")
+            lock = self._lock.open("a")
         with lock:
+            self._take(lock)
+            found = set(self.path.iterdir()).difference(missing)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                    raise OffstageError(
-                        f"{self.path} could not be locked: {error}. Choose another run.folder."
-                    ) from error
-                raise OffstageError(
-                    f"Another process is training in {self.path}; expected one at a time. Wait for it, or choose "
-                    "another run.folder."
-                ) from None
-            yield self
+                yield self
+            except BaseException:
+                if not self.begun:
+                    made = set(self.path.iterdir()).difference(found, missing)
+                    _remove([*made, *missing])
+                raise
+
+    def _take(self, lock: TextIO) -> None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock.fileno()), os.stat(self._lock)):
+                return
+        except FileNotFoundError:
+            pass  # a refused run has just removed it
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise OffstageError(f"{self.path} could not be locked: {error}. Choose another run.folder.") from error
+        raise OffstageError(
+            f"Another process is training in {self.path}; expected one at a time. Wait for it, or choose another "
+            "run.folder."
+        )
 
     def write_text(self, path: Path, text: str) -> None:
         """Replace a small file atomically."""
@@ -81,6 +100,13 @@ class RunFolder:
         shown = [part.decode("utf-8", errors="backslashreplace") for part in (prompt, written)]
         with named(self.samples), self.samples.open("a", encoding="utf-8") as file:
             file.write(f"--- step {step} ---\n[{shown[0]}]{shown[1]}\n\n")
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    """Files and empty folders, in this order. What cannot be removed stays, and so does what is in a folder."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 @contextlib.contextmanager
