@@ -8,6 +8,8 @@ receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
 samples.txt      text that the model wrote
 checkpoints/     step-00000100, …
+model/           config.json of a transformers model
+tokenizer/       the files of the tokenizer, if one was used
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class RunFolder:
         self.samples = self.path / "samples.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.model = self.path / "model"
+        self.tokenizer = self.path / "tokenizer"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[RunFolder]:
@@ -58,6 +62,11 @@ class RunFolder:
                     "another run.folder."
                 ) from None
             yield self
+
+    def make(self, path: Path) -> None:
+        """Make a folder in it, unless it is there."""
+        with named(path):
+            path.mkdir(exist_ok=True)
 
     def write_text(self, path: Path, text: str) -> None:
         """Replace a small file atomically."""
