@@ -114,6 +114,7 @@ def build_causal_lm(
 
     Its weights are those in the folder `weights`, or fresh ones.
     """
+    pretrained = None if weights is None else PretrainedWeights(weights)
     config = _config(_transformers(), named)
     if config.vocab_size < vocabulary:
         raise ConfigError(
@@ -126,10 +127,9 @@ def build_causal_lm(
             f"Sequences have {sequence} tokens; expected at most max_position_embeddings={longest} of {named!r}. Lower "
             "data.sequence, or raise max_position_embeddings in its config.json."
         )
-    if weights is None:
+    if pretrained is None:
         with torch.device(device):
             return CausalLM(_lm(config, dtype, seed))
-    pretrained = PretrainedWeights(weights)
     with torch.device("meta"):
         model = CausalLM(_lm(config, dtype, seed), pretrained)
     pretrained.check(model.lm)
@@ -196,7 +196,7 @@ def _config(transformers: Any, named: str) -> Any:
     file = description_of(named)
     if file is not None:
         try:
-            return transformers.AutoConfig.from_pretrained(file)
+            return transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)  # without asking
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"model.transformers expects the config.json of a transformers model; could not use {file}: {error}. "

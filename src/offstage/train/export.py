@@ -134,6 +134,12 @@ def _lm_tensors(stored: Stored, lm: Any) -> Iterator[Outgoing]:
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     check_kept_as_stored(lm, tensors, "The run has trained")
+    known = {f"{_PREFIX}lm.{name}" for name in tensors}
+    if others := [name for name in stored.tensors if name.startswith(_PREFIX) and name not in known]:
+        raise CheckpointError(
+            f"{stored.folder}: expected the tensors of {type(lm).__name__}; found {len(others)} others, such as "
+            f"{others[0]!r}, without which the exported model would not be the trained one. Nothing was written."
+        )
     for first, *others in names.values():
         saved = next((path for name in (first, *others) if (path := f"{_PREFIX}lm.{name}") in stored.tensors), None)
         found = "nothing" if saved is None else f"shape {stored.shape(saved)}"

@@ -147,7 +147,8 @@ class PretrainedWeights:
     @torch.no_grad()
     def load(self, lm: Any) -> None:
         """Read every tensor into `lm`, file by file and in the order of the files. `check` comes first."""
-        places = [(self.tensors[found[0]], tensor) for _, tensor, found in self._sources(lm)[0]]
+        # What was added to the model after `check` has no source: adapters, for example.
+        places = [(self.tensors[found[0]], tensor) for _, tensor, found in self._sources(lm)[0] if found]
         places.sort(key=lambda one: (one[0].file.name, one[0].start))
         for file, group in groupby(places, key=lambda one: one[0].file):
             with _reading(), open_file(file) as (descriptor, _):
