@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offstage import CheckpointError, ConfigError, OffstageError
 from offstage.cli import main as cli
+from offstage.train import causal_lm, loop, tensor_files
 from offstage.train import export as exporting
-from offstage.train import loop, tensor_files
 from offstage.train.config import ModelSettings
 from offstage.train.config import build as build_config
 from offstage.train.export import export
@@ -214,20 +214,36 @@ class Largest(TorchDispatchMode):
         return result
 
 
+class Sum(Largest):
+    """Bytes of all tensors that are made."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before, self.nbytes = self.nbytes, 0
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.nbytes += before
+        return result
+
+
+def test_tied_weights_have_memory_once():
+    with torch.device("meta"):
+        lm = stand_in.CausalLM(stand_in.AutoConfig.for_model("llama"), torch.float32)
+    with Sum() as made:
+        causal_lm.allocate(lm, "cpu")
+    assert lm.head.weight is lm.embedding.weight
+    assert made.nbytes == sum(one.nbytes for one in (*lm.parameters(), *lm.buffers()))
+
+
 def test_no_second_copy(stand_in_package, tmp_path, monkeypatch):
-    """Neither in loading, beside the model itself, nor in exporting is more than a block in memory."""
+    """Neither reading a tensor, beside the model itself, nor exporting takes more than a block of memory."""
     lm = stand_in.save_weights(tmp_path / "source")
-    settings = ModelSettings(weights=str(tmp_path / "source"))
-    model = build(settings, device="cpu", dtype=torch.bfloat16, sequence=16)
-    assert torch.equal(model.lm.embedding.weight, lm.embedding.weight.bfloat16())
+    stored = PretrainedWeights(tmp_path / "source").tensors["embedding.weight"]
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", 512)
     monkeypatch.setattr(exporting, "BLOCK_BYTES", 512)
-    with torch.no_grad():
-        model.lm.embedding.weight.zero_()
-    with Largest() as made:
-        model.weights.load(model.lm)
+    found = torch.empty(stored.shape, dtype=torch.bfloat16)
+    with Largest() as made, tensor_files.open_file(stored.file) as (descriptor, _):
+        tensor_files.read_tensor(descriptor, stored, 0, found.view(-1))
     assert 0 < made.nbytes <= 512
-    assert torch.equal(model.lm.embedding.weight, lm.embedding.weight.bfloat16())
+    assert torch.equal(found, lm.embedding.weight.bfloat16())
     train(tmp_path / "run", run={"steps": 1})
     with Largest() as made:
         export(tmp_path / "run", tmp_path / "out")
@@ -327,6 +343,14 @@ def test_folders_without_safetensors(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"found pytorch_model\.bin in .*save_pretrained"):
         PretrainedWeights(tmp_path)
+
+
+def test_a_folder_without_a_description(stand_in_package, tmp_path):
+    """The network is not asked for it."""
+    stand_in.save_weights(tmp_path / "source")
+    (tmp_path / "source/config.json").unlink()
+    with pytest.raises(ConfigError, match=f"found no config.json in {tmp_path}/source"):
+        build(ModelSettings(weights=str(tmp_path / "source")), device="cpu", dtype=torch.float32, sequence=16)
 
 
 # Exporting

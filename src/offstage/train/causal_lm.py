@@ -45,8 +45,7 @@ class CausalLM(LanguageModel):
             return
         with torch.device("cpu"), _parameters_on_meta():
             computed = dict(_lm(self.lm.config, self.lm.dtype, seed).named_buffers())
-        self.lm.to_empty(device=device)
-        self.lm.tie_weights()  # to_empty makes two parameters of a tied one
+        allocate(self.lm, device)
         for name, buffer in self.lm.named_buffers():
             buffer.copy_(computed[name])
         self.weights.load(self.lm)
@@ -59,8 +58,7 @@ class CausalLM(LanguageModel):
         with torch.device("cpu"):
             first = _lm(self.lm.config, self.lm.dtype, seed)
         whole: dict[str, torch.Tensor] = {**dict(first.named_parameters()), **dict(first.named_buffers())}
-        self.lm.to_empty(device=device)
-        self.lm.tie_weights()  # to_empty makes two parameters of a tied one
+        allocate(self.lm, device)
         for name, tensor in [*self.lm.named_parameters(), *self.lm.named_buffers()]:
             if isinstance(tensor, DTensor):
                 copy_shard(tensor, whole[name].to(tensor.to_local().device))
@@ -138,6 +136,21 @@ def build_causal_lm(
     return model
 
 
+def allocate(lm: Any, device: torch.device | str) -> None:
+    """Give a model on meta memory on `device`, once for tied parameters, which `to_empty` would allocate twice."""
+    made: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty_like(tensor, device=device)
+        return made[id(tensor)]
+
+    kept = [*lm.parameters(), *lm.buffers()]  # until the end, so that no other tensor takes over an id
+    lm._apply(once)
+    lm.tie_weights()  # two parameters with the same memory become one again
+    del kept
+
+
 def description_of(named: str) -> Path | None:
     """The config.json that `named` leads to; `None` if it is a model type, or leads nowhere."""
     path = Path(named).expanduser()
@@ -195,6 +208,11 @@ def _config(transformers: Any, named: str) -> Any:
     """A path if there is one, else a model type."""
     file = description_of(named)
     if file is not None:
+        if not file.is_file():  # the package would look for it in the network
+            raise ConfigError(
+                f"model.transformers and model.weights expect the folder of a transformers model; found no config.json "
+                f"in {file.parent}. Give another folder, or model.transformers a config.json."
+            )
         try:
             return transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)  # without asking
         except (OSError, ValueError, KeyError) as error:

@@ -7,7 +7,7 @@
 
 `model_sizes.py` has the named sizes, `blocks.py` one layer, `transformer.py` the whole model, `language_model.py` the
 interface and the first weights. `stages.py` cuts a model for pipelines; `causal_lm.py` puts a model of the transformers
-package behind the same interface.
+package behind the same interface, and `pretrained.py` reads its weights.
 """
 
 from __future__ import annotations

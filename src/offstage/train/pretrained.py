@@ -2,8 +2,8 @@
 """`PretrainedWeights`: the weights of a transformers folder, checked against a model and then read into it.
 
 Each tensor is read block by block to where its parameter lives, on any device and also where FSDP2 has divided it, and
-converted on the way: beside the model itself, neither host nor device holds more than a block. Everything is compared
-before anything is read.
+converted on the way: beside the model itself, the host holds a block for each thread that reads, the device nothing.
+Everything is compared before anything is read.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import importlib
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from offstage import ConfigError
+from offstage.checkpoint.ranks import file_threads
+from offstage.checkpoint.threads import in_threads
 from offstage.config import format_size
 from offstage.tensors import local_box, local_of
 from offstage.train.reading import BadFileError
@@ -144,25 +145,24 @@ class PretrainedWeights:
 
     # Loading #
 
-    @torch.no_grad()
     def load(self, lm: Any) -> None:
-        """Read every tensor into `lm`, file by file and in the order of the files. `check` comes first."""
+        """Read every tensor into `lm`, in the order of the files and with several threads. `check` comes first."""
         # What was added to the model after `check` has no source: adapters, for example.
         places = [(self.tensors[found[0]], tensor) for _, tensor, found in self._sources(lm)[0] if found]
         places.sort(key=lambda one: (one[0].file.name, one[0].start))
-        for file, group in groupby(places, key=lambda one: one[0].file):
-            with _reading(), open_file(file) as (descriptor, _):
-                for stored, tensor in group:
-                    _load(descriptor, stored, tensor)
+        with _reading():
+            in_threads(_load, places, file_threads())
 
 
-def _load(descriptor: int, stored: StoredTensor, tensor: torch.Tensor) -> None:
+def _load(place: tuple[StoredTensor, torch.Tensor]) -> None:
+    stored, tensor = place
     local, (offset, size) = local_of(tensor).detach(), local_box(tensor)
     # A shard is some rows of its parameter: one run of elements.
     assert size[1:] == stored.shape[1:], "FSDP2 divides parameters along their first dim"
     assert local.is_contiguous()
-    first = offset[0] * (local[0].numel() if local.numel() else 0) if size else 0
-    read_tensor(descriptor, stored, first, local.view(-1))
+    first = offset[0] * local[0].numel() if local.numel() and size else 0
+    with open_file(stored.file) as (descriptor, _):
+        read_tensor(descriptor, stored, first, local.view(-1))
 
 
 @contextlib.contextmanager

@@ -37,8 +37,8 @@ FORMATS = {
     "BOOL": torch.bool,
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-BLOCK_BYTES = 16 * 2**20
-"""The most that is in host memory of its own at a time, while a tensor is read or written."""
+BLOCK_BYTES = 4 * 2**20
+"""The most host memory of its own that a thread takes while it reads or writes a tensor."""
 Found = TypeVar("Found")
 _LENGTH_BYTES = 8
 _ALIGN_BYTES = 8
