@@ -120,6 +120,18 @@ def test_a_resumed_run_does_not_need_the_folder(transformers, tmp_path, capsys):
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").hidden_size == 32
 
 
+def test_a_new_run_replaces_what_an_old_one_kept(transformers, tmp_path):
+    """In a folder without a checkpoint, where another model was begun."""
+    saved(transformers, tmp_path / "source")
+    (tmp_path / "run/model").mkdir(parents=True)
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / "run/model" / name).write_text('{"model_type": "gpt2"}')
+    (tmp_path / "source/generation_config.json").unlink()
+    loop.run(build_config(with_weights(tmp_path / "run", tmp_path / "source", run={"steps": 1})))
+    assert (tmp_path / "run/model/config.json").read_text() == (tmp_path / "source/config.json").read_text()
+    assert os.listdir(tmp_path / "run/model") == ["config.json"]
+
+
 def test_what_a_run_says_about_its_weights(transformers, tmp_path, capsys):
     saved(transformers, tmp_path / "source", dtype=torch.bfloat16)
     loop.run(build_config(with_weights(tmp_path / "run", tmp_path / "source", run={"steps": 1})))

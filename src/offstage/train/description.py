@@ -24,22 +24,21 @@ from offstage.train.run_folder import RunFolder
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
 
-def keep(folder: RunFolder, settings: ModelSettings, model: Any) -> None:
-    """Write what describes `model` to the run's folder, unless it is described by what is there already."""
-    named = without_weights(settings, folder).described_by
-    source, kept = None if named is None else description_of(named), folder.model / CONFIG
-    if named is None or (source is not None and source.absolute() == kept):
+def keep(folder: RunFolder, settings: ModelSettings, model: Any, *, resumed: bool) -> None:
+    """Write what describes `model`; what is there stays if the run was resumed and the original is gone."""
+    named = settings.described_by
+    source = None if named is None else description_of(named)
+    if named is None or (resumed and (source is None or not source.is_file())):
         return
     assert isinstance(model, CausalLM)
     folder.make(folder.model)
-    folder.write_text(kept, model.lm.config.to_json_string() if source is None else _text(source))
-    folders = [
-        *([Path(settings.weights).expanduser()] if settings.weights else ()),
-        *([source.parent] if source else ()),
-    ]
-    generation = next((one / GENERATION for one in folders if (one / GENERATION).is_file()), None)
+    folder.write_text(folder.model / CONFIG, model.lm.config.to_json_string() if source is None else _text(source))
+    beside = [Path(one).expanduser() / GENERATION for one in (settings.weights, source and source.parent) if one]
+    generation = next((path for path in beside if path.is_file()), None)
     if generation is not None:
         folder.write_text(folder.model / GENERATION, _text(generation))
+    elif not resumed:  # of a run that was given up
+        (folder.model / GENERATION).unlink(missing_ok=True)
 
 
 def _text(path: Path) -> str:
@@ -54,7 +53,8 @@ def without_weights(settings: ModelSettings, folder: RunFolder) -> ModelSettings
     named, kept = settings.described_by, folder.model / CONFIG
     if named is None:
         return settings
-    if description_of(named) is None and kept.is_file():
+    source = description_of(named)
+    if (source is None or not source.is_file()) and kept.is_file():
         named = str(kept)
     return dataclasses.replace(settings, transformers=named, weights=None)
 

@@ -367,7 +367,7 @@ class Training:
             ranks_per_stage = self.parallel.data_ranks
             settings = resolved(self.config, device=self.parallel.device, ranks_per_stage=ranks_per_stage)
             self.folder.write_text(self.folder.config, to_toml(settings))
-            keep(self.folder, self.config.model, self.passes.model)
+            keep(self.folder, self.config.model, self.passes.model, resumed=self.step > 0)
             about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
             self.folder.write_json(self.folder.run, about)
             self._progress.say(
