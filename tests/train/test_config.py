@@ -33,6 +33,7 @@ from offstage.train.settings import check, expected, field_types, from_text, nea
 SAMPLES = {
     "model.size": (["150M"], "150M"),
     "model.transformers": (["llama"], "llama"),
+    "model.weights": (["llama-1b/"], "llama-1b/"),
     "model.layers": (["3"], 3),
     "model.width": (["64"], 64),
     "model.heads": (["2"], 2),
@@ -232,6 +233,7 @@ CONTRADICTIONS = {
     "off and a window": ["--offload.fraction", "0", "--offload.window", "1GiB"],
     "two kinds of model": ["--model.transformers", "llama", "--model.size", "1B"],
     "two sizes of model": ["--model.transformers", "llama", "--model.layers", "3"],
+    "a size beside weights": ["--model.weights", "llama-1b", "--model.size", "1B"],
     "evaluation without data": ["--data.eval-share", "0"],
     "split masters of fp32": ["--model.dtype", "float32", "--offload.master-weights", "split"],
     "a schedule without stages": ["--parallel.schedule", "GPipe"],

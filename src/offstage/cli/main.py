@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `offstage`, also `python -m offstage`: train, doctor, plan, report, bench.
+"""The command `offstage`, also `python -m offstage`: train, doctor, plan, report, export, bench.
 
 Each command is a function from its arguments to an exit status. Errors that a user can cause (a wrong setting, a full
 disk, a model that does not fit) end with one message on stderr and no traceback; OFFSTAGE_TRACEBACK=1 shows it.
@@ -44,6 +44,7 @@ usage: offstage COMMAND [ARGUMENTS]      offstage COMMAND --help explains one
   plan      what fits, what it costs and who should update, before anything is allocated
   train     train a transformer on text: one process, or many under torchrun
   report    one HTML page about a run
+  export    the weights of a run as safetensors, for transformers
   bench     the questions of benchmarks/, in a checkout
 
 A first run, which needs no GPU and no data:
@@ -60,6 +61,7 @@ Train a decoder-only transformer on the bytes of text files, with its optimizer 
   offstage train --data.paths books/ --model.size 150M --activations.mode checkpoint
   offstage train --offload.overlap-forward --offload.update-in-backward
   offstage train --offload.fraction 0                everything stays on the device
+  offstage train --model.weights llama-1b/           a transformers model, from its safetensors
   offstage train --show > run.toml                   all settings, to edit
   offstage train --config run.toml --run.steps 500   a file, and flags over it
   torchrun --nproc-per-node 2 -m offstage train      FSDP2; --parallel.stages 2 for a pipeline
@@ -70,6 +72,16 @@ REPORT_HELP = """\
 Write one self-contained HTML page about a run: loss, memory by owner, lanes, link and CPU use, receipt, plan.
 
   offstage report runs/default        writes runs/default/report.html"""
+
+EXPORT_HELP = """\
+Write the weights of a run's newest checkpoint to a new folder, as safetensors.
+
+  offstage export runs/default llama-tuned             AutoModelForCausalLM.from_pretrained("llama-tuned") loads it
+  offstage export runs/default llama-tuned --step 200  of an earlier checkpoint
+
+A run with --model.weights or --model.transformers gives a folder that transformers loads: config.json, weights, and the
+tokenizer if one was used. A run with --model.size gives the weights and the run's settings; transformers has no such
+model. Needs no accelerator. The folder appears when it is complete."""
 
 DOCTOR_HELP = """\
 Look at accelerator, link, memory, pinning, CPUs, limits and versions; say what is wrong and how to fix it.
@@ -103,6 +115,18 @@ class ReportOptions:
 
     folder: str = positional("runs/default")
     """The folder of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Arguments of `offstage export`."""
+
+    run: str | None = positional(None)
+    """The folder of a run."""
+    folder: str | None = positional(None)
+    """The folder to write: a new one, or an empty one."""
+    step: int | None = None
+    """The checkpoint after this step. Without it: the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,6 +273,32 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def export(arguments: Sequence[str]) -> int:
+    found = parse_sections({"": ExportOptions}, {}, arguments, prog="offstage export", description=EXPORT_HELP)
+    options = ExportOptions(**found.get("", {}))
+    if options.run is None or options.folder is None:
+        raise ConfigError(
+            "offstage export expects the folder of a run and a folder to write, such as `offstage export runs/default "
+            f"tuned`; found {'none' if options.run is None else f'only {options.run}'}."
+        )
+    from offstage.config import format_size
+    from offstage.train.export import export as write
+
+    done = write(Path(options.run), Path(options.folder), options.step)
+    _write(
+        f"{done.folder}: {done.parameters:,} parameters of {done.checkpoint}, {format_size(done.nbytes)} in "
+        f"{', '.join(done.formats)}\n"
+    )
+    if done.package is not None:
+        _write(f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(done.folder)!r})\n")
+    else:
+        _write(
+            "It has the run's settings beside the weights; from_pretrained cannot load it, because the run's model is "
+            "offstage's own. Train with --model.weights or --model.transformers for a model of transformers.\n"
+        )
+    return 0
+
+
 def bench(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         _write(BENCH_HELP + "\n")
@@ -267,6 +317,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "train": train,
     "report": report,
+    "export": export,
     "bench": bench,
 }
 

@@ -39,8 +39,12 @@ class ModelSettings:
     """Which of the named sizes, about so many parameters: RMSNorm, RoPE, SwiGLU, grouped-query attention."""
 
     transformers: str | None = None
-    """A causal language model of the transformers package instead, with fresh weights: the path of a config.json or of
+    """A causal language model of the transformers package instead, with random weights: the path of a config.json or of
     its folder, or a model type such as llama. Needs `pip install transformers`."""
+
+    weights: str | None = None
+    """The folder of a transformers model, whose safetensors the run begins with. Without model.transformers, the model
+    is the one its config.json describes. A run that is resumed does not read it again."""
 
     layers: int | None = None
     """Blocks, instead of the size's."""
@@ -64,8 +68,8 @@ class ModelSettings:
     """Experts that each token goes to."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Format of weights and activations. auto: bfloat16 on an accelerator, float32 on the CPU. With bfloat16 the
-    optimizer keeps fp32 masters (offload.master_weights)."""
+    """Format of weights and activations. auto: bfloat16 on an accelerator, float32 on the CPU, in whichever format
+    model.weights are stored. With bfloat16 the optimizer keeps fp32 masters (offload.master_weights)."""
 
     compile: bool = False
     """torch.compile every block. The first step takes longer."""
@@ -76,10 +80,10 @@ class ModelSettings:
         given = [name for name in own if getattr(self, name) is not None]
         for name in given:
             _at_least(0 if name == "experts" else 1, getattr(self, name), f"model.{name}")
-        if self.transformers is not None and (given or self.size != "1M"):
-            other = given[0] if given else "size"
+        if self.described_by is not None and (given or self.size != "1M"):
+            other, of = given[0] if given else "size", "weights" if self.transformers is None else "transformers"
             raise ConfigError(
-                f"model.transformers={self.transformers!r} takes all sizes from its own configuration, which "
+                f"model.{of}={self.described_by!r} takes all sizes from its own configuration, which "
                 f"contradicts model.{other}={getattr(self, other)!r}. Leave one of the two out; sizes of a "
                 "transformers model are changed in its config.json."
             )
@@ -88,6 +92,11 @@ class ModelSettings:
                 f"model.experts_per_token expects at most the {self.experts} of model.experts; found "
                 f"{self.experts_per_token}. Lower it, or raise model.experts."
             )
+
+    @property
+    def described_by(self) -> str | None:
+        """What says which transformers model it is; `None` for offstage's own."""
+        return self.weights if self.transformers is None else self.transformers
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The format on `device`, with "auto" resolved."""

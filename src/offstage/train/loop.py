@@ -30,6 +30,7 @@ from offstage.optimizer.optimizer import runtime_of
 from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
 from offstage.train.data import Batches, Corpus, Feed
+from offstage.train.description import first_weights, keep, without_weights
 from offstage.train.determinism import deterministic, explained_errors
 from offstage.train.memory_needs import check_memory
 from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
@@ -110,15 +111,16 @@ class Training:
         )
         ranks = Ranks(None)
         with contextlib.ExitStack() as open_until_closed:
+            to_build = self._to_build()
             with ranks.failing_together("Checking the memory"):
                 # All ranks have claimed theirs before one of them takes any.
-                claim = open_until_closed.enter_context(check_memory(config, parallel))
+                claim = open_until_closed.enter_context(check_memory(to_build, parallel))
             with ranks.failing_together("Reading the data"):
                 self.feed, self._eval_data = self._open_data()
             if self._predicts:
                 measure_machine(parallel.device)  # now, while the device is empty; the result is cached
             with ranks.failing_together("Building the model"), explained_errors(config, building=True):
-                self.passes: Passes = passes_for(config, parallel)
+                self.passes: Passes = passes_for(to_build, parallel)
                 claim.release()  # the optimizer claims what is left to take
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
@@ -143,6 +145,12 @@ class Training:
         """From the beginning: every evaluation uses the same sequences."""
         data, parallel = self.config.data, self.parallel
         return Batches(held_out, data.sequence, data.batch, 0, parallel.data_rank, parallel.data_ranks)
+
+    def _to_build(self) -> TrainConfig:
+        """A checkpoint brings all weights: what model.weights names is not read, and need not be there any more."""
+        if self.checkpoints.to_resume() is None:
+            return self.config
+        return dataclasses.replace(self.config, model=without_weights(self.config.model, self.folder))
 
     def _make_optimizer(self) -> OffloadedOptimizer:
         settings, model = self.config.optimizer, self.passes.model
@@ -338,7 +346,8 @@ class Training:
             logger.warning(
                 "%s has no random state for this rank: it was saved by %d ranks", newest, extra.get("ranks", 1)
             )
-        self._progress.say(f"resuming after step {self.step}, from {newest}", step=self.step, checkpoint=newest)
+        unread = "" if self.config.model.weights is None else "; model.weights is not read again"
+        self._progress.say(f"resuming after step {self.step}, from {newest}{unread}", step=self.step, checkpoint=newest)
 
     def _check_model(self, newest: Path) -> None:
         """Raise if the run in this folder has another model; the message names settings, not tensors."""
@@ -369,6 +378,7 @@ class Training:
             ranks_per_stage = self.parallel.data_ranks
             settings = resolved(self.config, device=self.parallel.device, ranks_per_stage=ranks_per_stage)
             self.folder.write_text(self.folder.config, to_toml(settings))
+            keep(self.folder, self.config.model, self.passes.model, resumed=self.step > 0)
             about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
             self.folder.write_json(self.folder.run, about)
             plan = self.optimizer.plan
@@ -379,6 +389,9 @@ class Training:
                 parameters=parameters,
                 net_saved_bytes=plan.net_saved_bytes,
             )
+            begins = first_weights(self.config.model, self.passes.model, self.parallel.device)
+            if not self.step and begins is not None:
+                self._progress.say(begins)
 
     def _open_sinks(self) -> None:
         if self.parallel.first:

@@ -8,6 +8,8 @@ receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
 samples.txt      text that the model wrote
 checkpoints/     step-00000100, …; damaged/ has those that run.fallback passed over
+model/           config.json of a transformers model
+tokenizer/       the files of the tokenizer, if one was used
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class RunFolder:
         self.samples = self.path / "samples.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.model = self.path / "model"
+        self.tokenizer = self.path / "tokenizer"
         self.begun = False
         """Whether the run has been accepted. Until then, what it makes here is removed if it fails."""
         self._lock = self.path / ".lock"
@@ -77,6 +81,11 @@ class RunFolder:
             f"Another process is training in {self.path}; expected one at a time. Wait for it, or choose another "
             "run.folder."
         )
+
+    def make(self, path: Path) -> None:
+        """Make a folder in it, unless it is there."""
+        with named(path):
+            path.mkdir(exist_ok=True)
 
     def write_text(self, path: Path, text: str) -> None:
         """Replace a small file atomically."""

@@ -66,7 +66,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 def identity(config: TrainConfig, device: torch.device) -> dict[str, Any]:
     """What must be equal for a checkpoint of one run to fit another; loading compares transformers models."""
     dtype = str(config.model.dtype_on(device)).removeprefix("torch.")
-    if config.model.transformers is not None:
+    if config.model.described_by is not None:
         return {"package": "transformers", "dtype": dtype}
     return {"package": "offstage", **dataclasses.asdict(config_of(config.model)), "dtype": dtype}
 
