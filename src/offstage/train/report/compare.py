@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offstage.config import format_size
-from offstage.train.report import figures, parts, tables
+from offstage.train.report import figures, iteration, parts, tables
 from offstage.train.report.headline import exposed_ms, net_saved_bytes, offloads, peak_bytes
 from offstage.train.report.recorded import Recorded
 
@@ -33,7 +33,7 @@ def write_comparison(a: Path, b: Path) -> Path:
 
 def make_comparison(a: Recorded, b: Recorded) -> str:
     """The whole document, without scripts or external resources."""
-    body = [_head(a, b), _problems(a, b), _results(a, b), _settings(a, b), _loss(a, b), _curves(a, b)]
+    body = [_head(a, b), _problems(a, b), _results(a, b), _settings(a, b), _loss(a, b), _memory(a, b), _curves(a, b)]
     return parts.document(f"{a.name} and {b.name}", body, "the files of the two runs’ folders")
 
 
@@ -169,7 +169,7 @@ def _problems(a: Recorded, b: Recorded) -> str:
 
 def _results(a: Recorded, b: Recorded) -> str:
     intro = '<p class="quiet">Times, rates and bytes per step are medians of the second half of each run.</p>'
-    return parts.section("What came of them", [intro, parts.grid(("A", "B", "B − A"), results(a, b))])
+    return parts.section("Results", [intro, parts.grid(("A", "B", "B − A"), results(a, b))])
 
 
 def _settings(a: Recorded, b: Recorded) -> str:
@@ -188,6 +188,11 @@ def _two(rows: Sequence[tuple[str, str, str]], absent: str) -> str:
 
 def _loss(a: Recorded, b: Recorded) -> str:
     return parts.section("Loss", [parts.figure(figures.losses(a, b), "Neither run has a finite loss.")])
+
+
+def _memory(a: Recorded, b: Recorded) -> str:
+    absent = "Neither run has memory samples of an observed step."
+    return parts.section("Memory over one iteration", [parts.figure(iteration.memories(a, b), absent)])
 
 
 def _curves(a: Recorded, b: Recorded) -> str:

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from offstage.config import format_size
 from offstage.train.report.chart import Axis, Chart, bytes_axis, steps_axis, thinned, value_axis
-from offstage.train.report.hover import NARROW, SMALL, WIDE, Drawing, Series, Size, over_steps, plots
+from offstage.train.report.hover import (
+    MOST_MOMENTS,
+    MOST_SMALL_MOMENTS,
+    NARROW,
+    SMALL,
+    WIDE,
+    Series,
+    Size,
+    over_steps,
+    plot,
+)
 from offstage.train.report.recorded import Recorded
 
 SMALL_HEIGHT = 190.0
@@ -113,8 +123,8 @@ def _of_run(
 def losses(a: Recorded, b: Recorded) -> Figure | None:
     """Training and evaluation of both."""
     series = [
-        Series(color, f"{name}, {what}", run.series(field), decimals, dashed)
-        for run, name, color in ((a, "A", "train"), (b, "B", "eval"))
+        Series(color, f"{name}, {what}", run.series(field), decimals, dashed, width)
+        for run, name, color, width in both(a, b)
         for field, what, dashed in (("loss", "training", False), ("eval_loss", "evaluation", True))
     ]
     found = lines("Loss of both runs over steps", _LOSS, series)
@@ -133,17 +143,18 @@ def compared(a: Recorded, b: Recorded) -> list[tuple[str, Figure]]:
     ]
     found = []
     for title, label, name, show in shown:
-        series = [Series(color, text, run.series(name), show) for run, text, color in _runs(a, b)]
+        series = [Series(color, text, run.series(name), show, width=width) for run, text, color, width in both(a, b)]
         html = lines(f"{title}: both runs over steps", label, series, small=True)
-        usual = [(run.usual(name), text, color) for run, text, color in _runs(a, b)]
+        usual = [(run.usual(name), text, color) for run, text, color, _ in both(a, b)]
         keys = [Key(color, text, show(value), "line") for value, text, color in usual if value is not None]
         if html is not None:
             found.append((title, Figure(html, keys)))
     return found
 
 
-def _runs(a: Recorded, b: Recorded) -> list[tuple[Recorded, str, str]]:
-    return [(a, "A", "train"), (b, "B", "eval")]
+def both(a: Recorded, b: Recorded) -> list[tuple[Recorded, str, str, float]]:
+    """Run, name, colour and width of lines: A shows on both sides of B where they are equal."""
+    return [(a, "A", "train", 3.2), (b, "B", "eval", 1.4)]
 
 
 def _keys(series: Sequence[Series]) -> list[Key]:
@@ -165,19 +176,20 @@ def lines(
     values = [y for one in series for _, y in one.points]
     axis = _axis(label, values, small=small)
 
-    def draw(size: Size) -> Drawing:
+    def draw(size: Size) -> Chart:
         chart = Chart(steps_axis(steps), axis, width=size.width, height=SMALL_HEIGHT if small else 300.0)
         for one in series:
             thin = thinned(one.points, 160 if small else 260)
             if len(thin) < len(one.points) and one not in dotted:
                 chart.area([(x, a) for x, _, a, _ in thin], [(x, b) for x, _, _, b in thin], one.color, opacity=0.22)
             points = [(x, mean) for x, mean, _, _ in thin]
-            chart.line(points, one.color, dashed=one.dashed)
+            chart.line(points, one.color, dashed=one.dashed, width=one.width)
             if one in dotted:
                 chart.dots(points, one.color)
-        return chart, over_steps(series, size.moments)
+        return chart
 
-    return plots(draw, description, (SMALL,) if small else (WIDE, NARROW))
+    moments = over_steps(series, MOST_SMALL_MOMENTS if small else MOST_MOMENTS)
+    return plot(draw, description, moments, (SMALL,) if small else (WIDE, NARROW))
 
 
 def _axis(label: str, values: Sequence[float], *, small: bool) -> Axis:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
@@ -47,6 +47,7 @@ class Series:
     points: Sequence[Point]
     show: Callable[[float], str]
     dashed: bool = False
+    width: float = 1.8
 
 
 @dataclass(frozen=True)
@@ -55,48 +56,49 @@ class Size:
 
     kind: str
     width: float
-    moments: int
-    """The most strips over it."""
 
 
-WIDE, NARROW, SMALL = Size("wide", 760.0, 96), Size("narrow", 360.0, 48), Size("small", 380.0, 48)
-Drawing = tuple[Chart, Sequence[Moment]]
+WIDE, NARROW, SMALL = Size("wide", 760.0), Size("narrow", 360.0), Size("small", 380.0)
+MOST_MOMENTS, MOST_SMALL_MOMENTS = 72, 48
+"""The most strips over a figure, and over a small one."""
 
 
-def plots(draw: Callable[[Size], Drawing], description: str, sizes: Sequence[Size] = (WIDE, NARROW)) -> str:
-    """The figure in each of `sizes`, of which the style sheet shows one. `description`: its text alternative."""
-    return "".join(_plot(*draw(size), description, size) for size in sizes)
+def plot(
+    draw: Callable[[Size], Chart], description: str, moments: Sequence[Moment], sizes: Sequence[Size] = (WIDE, NARROW)
+) -> str:
+    """The figure in each of `sizes`, of which the style sheet shows one, and the strips over it.
+
+    `description`: its text alternative.
+    """
+    charts = {size.kind: draw(size) for size in sizes}
+    svgs = "".join(f'<div class="{kind}">{chart.svg(description)}</div>' for kind, chart in charts.items())
+    return f'<div class="plot">{svgs}{_strips(charts, moments, description)}</div>'
 
 
-def _plot(chart: Chart, moments: Sequence[Moment], description: str, size: Size) -> str:
-    return f'<div class="plot {size.kind}">{chart.svg(description)}{_strips(chart, moments, description, size)}</div>'
-
-
-def _strips(chart: Chart, moments: Sequence[Moment], description: str, size: Size) -> str:
-    """From the middle between two moments to the next; the places of strips are shares of the figure's."""
-    places = [chart.at_x(moment.x) for moment in moments]
-    order = sorted(range(len(moments)), key=places.__getitem__)
-    if not order:
+def _strips(charts: Mapping[str, Chart], moments: Sequence[Moment], description: str) -> str:
+    """From the middle between two moments to the next, as shares of the axis, which are those of every drawing."""
+    if not moments:
         return ""
-    middles = [(places[a] + places[b]) / 2 for a, b in pairwise(order)]
-    edges = [chart.left, *middles, chart.right]
-    group = f"{size.kind}-{re.sub('[^a-z]+', '-', description.lower())}"
+    chart = next(iter(charts.values()))
     wide = chart.right - chart.left
+    shares = [(chart.at_x(moment.x) - chart.left) / wide for moment in moments]
+    order = sorted(range(len(moments)), key=shares.__getitem__)
+    edges = [0.0, *((shares[a] + shares[b]) / 2 for a, b in pairwise(order)), 1.0]
+    group = re.sub("[^a-z]+", "-", description.lower())
     strips = "".join(
-        _strip(moments[i], (places[i] - chart.left) / wide, stop - start, group)
+        _strip(moments[i], shares[i], stop - start, group)
         for i, (start, stop) in zip(order, pairwise(edges), strict=True)
     )
-    inset = " ".join(
-        f"{100 * share:.2f}%"
-        for share in (
-            chart.top / chart.height,
-            1 - chart.right / chart.width,
-            1 - chart.bottom / chart.height,
-            chart.left / chart.width,
-        )
-    )
+    places = ";".join(f"--{kind}:{_inset(chart)}" for kind, chart in charts.items())
     label = escape(f"Values: {description}")
-    return f'<div class="hover" role="radiogroup" aria-label="{label}" style="inset:{inset}">{strips}</div>'
+    return f'<div class="hover" role="radiogroup" aria-label="{label}" style="{places}">{strips}</div>'
+
+
+def _inset(chart: Chart) -> str:
+    """Where the axes begin and end, from the edges of the figure."""
+    top, right = chart.top / chart.height, 1 - chart.right / chart.width
+    bottom, left = 1 - chart.bottom / chart.height, chart.left / chart.width
+    return " ".join(f"{100 * share:.2f}%" for share in (top, right, bottom, left))
 
 
 def _strip(moment: Moment, share: float, width: float, group: str) -> str:
@@ -106,7 +108,7 @@ def _strip(moment: Moment, share: float, width: float, group: str) -> str:
         f'<em class="{one.color}">{escape(one.name)}</em><b>{escape(one.text)}</b>' for one in moment.values
     )
     return (
-        f'<label{side} style="--x:{100 * share:.1f}%;flex:{width:.1f}"><input type="radio" name="{group}"><i></i>'
+        f'<label{side} style="--x:{100 * share:.1f}%;flex:{100 * width:.2f}"><input type="radio" name="{group}"><i></i>'
         f"<span><strong>{escape(title)}</strong>{lines}</span></label>"
     )
 

@@ -4,16 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from offstage.config import format_size
 from offstage.train.memory_by_owner import OWNERS
 from offstage.train.report.chart import Axis, Chart, Point, bytes_axis, text_width, time_axis, value_axis
-from offstage.train.report.figures import SMALL_HEIGHT, Figure, Key
+from offstage.train.report.figures import SMALL_HEIGHT, Figure, Key, both
 from offstage.train.report.headline import Limit, limits_of
-from offstage.train.report.hover import NARROW, SMALL, Drawing, Moment, Size, Value, plots
+from offstage.train.report.hover import MOST_MOMENTS, MOST_SMALL_MOMENTS, NARROW, SMALL, Moment, Size, Value, plot
 from offstage.train.report.recorded import Recorded
-from offstage.train.timeline import COLLECTIVES, COMPUTE, MOST_SPANS, OTHER, merged
+from offstage.train.timeline import COLLECTIVES, COMPUTE, MOST_SPANS, OTHER, Span, merged
 
 LANES = {
     COMPUTE: ("model", "model"),
@@ -49,7 +50,7 @@ def memory(run: Recorded) -> Figure | None:
     limits = limits_of(run, max(total[highest], peak or 0.0))
     high = max(total[highest], peak or 0.0, *(limit.height for limit in limits if limit.is_drawn), 0.0)
 
-    def draw(size: Size) -> Drawing:
+    def draw(size: Size) -> Chart:
         axis = _iteration_axis(run, times[-1])
         chart = Chart(axis, bytes_axis("device memory", [high]), width=size.width, height=330, names=_phases(run))
         _shade_phases(chart, run)
@@ -65,7 +66,7 @@ def memory(run: Recorded) -> Figure | None:
         for limit in limits:
             if limit.is_drawn:
                 chart.level(limit.height, limit.color, dashed=limit.dashed)
-        return chart, [moment(i) for i in highest_of_neighbours(total, size.moments)]
+        return chart
 
     def moment(i: int) -> Moment:
         values = [Value(owner, owner, format_size(sizes[owner][i])) for owner in reversed(owners)]
@@ -80,7 +81,47 @@ def memory(run: Recorded) -> Figure | None:
         f"Most at once: {format_size(total[highest])}, seen at “{seen['where'][highest]}”. Sizes beside the names are "
         f"those at that moment. {_what_activations_are(run)}"
     )
-    return Figure(plots(draw, "Device memory by owner over one iteration"), keys, caption)
+    moments = [moment(i) for i in highest_of_neighbours(total, MOST_MOMENTS)]
+    return Figure(plot(draw, "Device memory by owner over one iteration", moments), keys, caption)
+
+
+def memories(a: Recorded, b: Recorded) -> Figure | None:
+    """Device memory of two runs through one iteration of each."""
+    found = []
+    for run, name, color, width in both(a, b):
+        seen = run.observed.get("memory") or {}
+        total = [float(sum(at_once)) for at_once in zip(*(seen.get("bytes") or {}).values(), strict=True)]
+        if len(total) > 1:
+            drawn = highest_of_neighbours(total)
+            found.append((name, color, width, [(seen["ms"][i], total[i]) for i in drawn], max(total)))
+    if not found:
+        return None
+
+    end = max(points[-1][0] for _, _, _, points, _ in found)
+
+    def draw(size: Size) -> Chart:
+        axis = bytes_axis("device memory", [high for *_, high in found])
+        chart = Chart(time_axis("time since the iteration began", end), axis, width=size.width, height=300.0)
+        for _, color, width, points, _ in found:
+            chart.line(points, color, width=width)
+        return chart
+
+    moments = []
+    for i in range(MOST_MOMENTS):
+        at = (i + 0.5) * end / MOST_MOMENTS
+        values = [Value(color, name, format_size(_at(points, at))) for name, color, _, points, _ in found]
+        moments.append(Moment(at, _ms(at), values))
+
+    keys = [Key(color, f"{name}, most at once", format_size(high), "line") for name, color, _, _, high in found]
+    return Figure(plot(draw, "Device memory of both runs over one iteration", moments), keys)
+
+
+def _at(points: Sequence[Point], x: float) -> float:
+    """The value at `x`, on the line through `points`; the last one after it."""
+    after = next((i for i, point in enumerate(points) if point[0] >= x), len(points) - 1)
+    (x0, y0), (x1, y1) = points[max(0, after - 1)], points[after]
+    share = min(1.0, max(0.0, (x - x0) / (x1 - x0))) if x1 > x0 else 1.0
+    return y0 + share * (y1 - y0)
 
 
 def _limit_key(limit: Limit) -> Key:
@@ -117,7 +158,7 @@ def lanes(run: Recorded) -> Figure | None:
     busy_ms: dict[str, float] = run.observed.get("busy_ms") or {}
     work = {lane: spans[lane] if len(spans[lane]) <= MOST_SPANS else merged(sorted(spans[lane])) for lane in shown}
 
-    def draw(size: Size) -> Drawing:
+    def draw(size: Size) -> Chart:
         names = {lane: LANES[lane][0].partition(":")[0] if size is NARROW else LANES[lane][0] for lane in shown}
         busy = {lane: f"{_ms(busy_ms.get(lane, 0.0))}{'' if size is NARROW else ' busy'}" for lane in shown}
         left = 14.0 + max(text_width(name) for name in names.values())
@@ -132,7 +173,7 @@ def lanes(run: Recorded) -> Figure | None:
             chart.text(left - 8.0, top + 13.0, names[lane], anchor="end")
             chart.bars([(start, stop) for start, stop, _ in work[lane]], top, row - 10.0, LANES[lane][1])
             chart.text(chart.right + 10.0, top + 13.0, busy[lane], kind="quiet")
-        return chart, _busy_moments(run, work, end, size.moments)
+        return chart
 
     lengths = ", ".join(f"{name} {_ms(stop - start)}" for name, start, stop in _phases(run))
     said = [f"{lengths[:1].upper()}{lengths[1:]}."] if lengths else []
@@ -143,17 +184,19 @@ def lanes(run: Recorded) -> Figure | None:
         said.append("Without an accelerator one thread does the lanes’ work as it is submitted: nothing overlaps.")
     elif end > float(run.observed.get("end_ms") or 0.0):
         said.append("Work after the last phase overlaps the next forward in steps that are not observed.")
-    return Figure(plots(draw, "When each lane worked in one iteration"), (), " ".join(said))
+    moments = _busy_moments(run, work, end, MOST_MOMENTS)
+    return Figure(plot(draw, "When each lane worked in one iteration", moments), (), " ".join(said))
 
 
 def _busy_moments(run: Recorded, work: dict[str, Any], end: float, most: int) -> list[Moment]:
     """The share of each of `most` equal parts of the iteration for which each lane was busy."""
     width = max(end, 1e-6) / most
     shares = {lane: _shares(spans, width, most) for lane, spans in work.items()}
+    phases = _phases(run)
     found = []
     for i in range(most):
         here = (i + 0.5) * width
-        phase = next((name for name, start, stop in _phases(run) if start <= here < stop), "")
+        phase = next((name for name, start, stop in phases if start <= here < stop), "")
         values = [
             Value(LANES[lane][1], LANES[lane][0], f"{max(1.0, 100 * shares[lane][i]):.0f}% busy")
             for lane in work
@@ -163,7 +206,7 @@ def _busy_moments(run: Recorded, work: dict[str, Any], end: float, most: int) ->
     return found
 
 
-def _shares(spans: Sequence[Sequence[float]], width: float, num: int) -> list[float]:
+def _shares(spans: Sequence[Span], width: float, num: int) -> list[float]:
     """Of `num` intervals of `width`, the shares that are covered by `spans`, which are made disjoint first."""
     found, reached = [0.0] * num, 0.0
     for start, stop, _ in sorted(spans):
@@ -190,7 +233,7 @@ def link(run: Recorded) -> Figure | None:
     top = max([*rates["fetch"], *rates["store"], float(ceiling or 0.0)])
     words = {"fetch": "to the device", "store": "to the host"}
 
-    def draw(size: Size) -> Drawing:
+    def draw(size: Size) -> Chart:
         axis, shape = value_axis("GB/s", [top], zero=True, parts=4), {"width": size.width, "height": SMALL_HEIGHT}
         chart = Chart(_iteration_axis(run, width * len(up)), axis, **shape, names=_phases(run))
         _shade_phases(chart, run)
@@ -198,24 +241,22 @@ def link(run: Recorded) -> Figure | None:
             chart.line(_stairs(rates[name], width), name, width=1.5)
         if ceiling:
             chart.level(float(ceiling), "ink")
-        return chart, moments(-(-len(up) // size.moments))
+        return chart
 
-    def moments(size: int) -> list[Moment]:
-        found = []
-        for start in range(0, len(up), size):
-            means = {name: sum(rates[name][start : start + size]) / len(up[start : start + size]) for name in words}
-            values = [Value(name, text, f"{means[name]:.1f} GB/s") for name, text in words.items()]
-            stop = min(len(up), start + size)
-            title = f"{_ms(start * width)} to {_ms(stop * width)}"
-            found.append(Moment((start + stop) / 2 * width, title, values))
-        return found
+    moments = []
+    size = -(-len(up) // MOST_SMALL_MOMENTS)
+    for start in range(0, len(up), size):
+        stop = min(len(up), start + size)
+        means = {name: sum(rates[name][start:stop]) / (stop - start) for name in words}
+        values = [Value(name, text, f"{means[name]:.1f} GB/s") for name, text in words.items()]
+        moments.append(Moment((start + stop) / 2 * width, f"{_ms(start * width)} to {_ms(stop * width)}", values))
 
     keys = [Key(name, text, format_size(sum(up if name == "fetch" else down)), "line") for name, text in words.items()]
     if ceiling:
         keys.append(Key("ink", "measured, both directions busy", f"{float(ceiling):.1f} GB/s", "line dashed"))
     on_cpu = run.observed.get("device") == "cpu"
     caption = "Copies between arenas and slots, both in the CPU's memory." if on_cpu else "All copies over the link."
-    return Figure(plots(draw, "Use of the link over one iteration", (SMALL,)), keys, caption)
+    return Figure(plot(draw, "Use of the link over one iteration", moments, (SMALL,)), keys, caption)
 
 
 def cpu(run: Recorded) -> Figure | None:
@@ -227,7 +268,7 @@ def cpu(run: Recorded) -> Figure | None:
     edges, means = _in_fewer_bins(times, cores)
     available = float(seen.get("available") or 0)
 
-    def draw(size: Size) -> Drawing:
+    def draw(size: Size) -> Chart:
         axis = value_axis("cores busy", [*means, available], zero=True, parts=4)
         chart = Chart(_iteration_axis(run, times[-1], host=True), axis, width=size.width, height=SMALL_HEIGHT)
         points = [(edges[i + side], mean) for i, mean in enumerate(means) for side in (0, 1)]
@@ -235,18 +276,19 @@ def cpu(run: Recorded) -> Figure | None:
         chart.line(points, "host", width=1.5)
         if available:
             chart.level(available, "ink")
-        found = []
-        for i, mean in enumerate(means):
-            start, stop = edges[i], edges[i + 1]
-            value = Value("host", "cores busy", f"{mean:.2f}")
-            found.append(Moment((start + stop) / 2, f"{_ms(start)} to {_ms(stop)}", [value]))
-        return chart, found
+        return chart
+
+    moments = [
+        Moment((start + stop) / 2, f"{_ms(start)} to {_ms(stop)}", [Value("host", "cores busy", f"{mean:.2f}")])
+        for (start, stop), mean in zip(pairwise(edges), means, strict=True)
+    ]
 
     seconds = sum(mean * (edges[i + 1] - edges[i]) for i, mean in enumerate(means))
     keys = [Key("host", "this process, on average", f"{seconds / max(times[-1] - times[0], 1e-9):.2f}", "line")]
     if available:
         keys.append(Key("ink", "usable", f"{available:.0f}", "line dashed"))
-    return Figure(plots(draw, "Cores busy over one iteration", (SMALL,)), keys, "By the process's own CPU time.")
+    html = plot(draw, "Cores busy over one iteration", moments, (SMALL,))
+    return Figure(html, keys, "By the process's own CPU time.")
 
 
 # Time #

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from offstage import ConfigError, Plan
 from offstage.optimizer.receipt import Receipt
@@ -137,7 +137,7 @@ def counting(rows: Iterable[Row], most: int = MOST_ROWS) -> tuple[list[Row], int
     return kept, every
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 

@@ -106,8 +106,8 @@ svg .label, svg .quiet { fill: var(--quiet); }
 svg .grid { stroke: var(--rule); fill: none; }
 svg .axis { stroke: var(--quiet); fill: none; }
 .plot { position: relative; }
-.plot.narrow { display: none; }
-.hover { position: absolute; display: flex; }
+.narrow { display: none; }
+.hover { position: absolute; inset: var(--wide, var(--small)); display: flex; }
 .hover label { min-width: 0; cursor: crosshair; }
 .hover input { position: absolute; left: var(--x); bottom: 0; width: 1px; height: 1px; margin: 0; opacity: 0;
   pointer-events: none; }
@@ -144,8 +144,9 @@ tbody th { width: 15rem; }
   main { padding: 1rem .6rem 2rem; }
   section { padding: .8rem .75rem; }
   tbody th { width: 40%; }
-  .plot.wide { display: none; }
-  .plot.narrow { display: block; }
+  .wide { display: none; }
+  .narrow { display: block; }
+  .hover { inset: var(--narrow, var(--small)); }
   .hover span { max-width: 11rem; font-size: .75rem; padding: .25rem .4rem; gap: 0 .5rem; }
 }
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
