@@ -110,6 +110,14 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+TEXT = r'([^<>"]*)'
+STRIP = re.compile(
+    r'<label(?: class="left")? style="--x:[\d.]+%;flex:[\d.]+"><input type="radio" name="[a-z-]+"><span>'
+    rf"<strong>{TEXT}</strong>((?:<em class=\"[a-z-]+\">{TEXT}</em><b>{TEXT}</b>)*)</span></label>"
+)
+"""One strip over a figure, in the only form that it may have: without markup in its texts."""
+
+
 class Page(HTMLParser):
     """What a browser would find, as far as the tests need it."""
 
@@ -121,7 +129,12 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.text = ""
         self.attributes: list[tuple[str, str, str | None]] = []
-        self.feed(self.source)
+        # Strips are taken out first: they are many, and Python's parser is slow.
+        self.strips = [
+            (found[1], re.findall(f"<em[^>]*>{TEXT}</em><b>{TEXT}</b>", found[2]))
+            for found in STRIP.finditer(self.source)
+        ]
+        self.feed(STRIP.sub("", self.source))
         self.close()
         assert self.open == []
         self.svgs = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", self.source, re.DOTALL)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from offstage.config import format_size
 from offstage.train.report import figures, iteration, parts, tables
 from offstage.train.report.headline import exposed_ms, net_saved_bytes, offloads, peak_bytes
-from offstage.train.report.recorded import Recorded
+from offstage.train.report.recorded import Recorded, is_number
 
 _UNSET = "not set"
 
@@ -81,7 +81,8 @@ def different_surroundings(a: Recorded, b: Recorded) -> list[tuple[str, str, str
         if isinstance(of_a, dict) and isinstance(of_b, dict):
             for part in dict.fromkeys([*of_a, *of_b]):
                 if of_a.get(part) != of_b.get(part):
-                    found.append((f"{name}.{part}", _value(of_a.get(part)), _value(of_b.get(part))))
+                    show = _size if part.endswith("_bytes") else _value
+                    found.append((f"{name}.{part}", show(of_a.get(part)), show(of_b.get(part))))
         elif of_a != of_b:
             found.append((name.replace("_", " "), _value(of_a), _value(of_b)))
     return found
@@ -91,6 +92,10 @@ def _value(value: Any) -> str:
     if value is None:
         return _UNSET
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _size(value: Any) -> str:
+    return format_size(value) if is_number(value) else _value(value)
 
 
 def results(a: Recorded, b: Recorded) -> list[tuple[str, str, str, str]]:

@@ -154,7 +154,7 @@ def compared(a: Recorded, b: Recorded) -> list[tuple[str, Figure]]:
 
 def both(a: Recorded, b: Recorded) -> list[tuple[Recorded, str, str, float]]:
     """Run, name, colour and width of lines: A shows on both sides of B where they are equal."""
-    return [(a, "A", "train", 3.2), (b, "B", "eval", 1.4)]
+    return [(a, "A", "train", 2.8), (b, "B", "eval", 1.3)]
 
 
 def _keys(series: Sequence[Series]) -> list[Key]:

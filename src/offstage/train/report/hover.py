@@ -108,7 +108,7 @@ def _strip(moment: Moment, share: float, width: float, group: str) -> str:
         f'<em class="{one.color}">{escape(one.name)}</em><b>{escape(one.text)}</b>' for one in moment.values
     )
     return (
-        f'<label{side} style="--x:{100 * share:.1f}%;flex:{100 * width:.2f}"><input type="radio" name="{group}"><i></i>'
+        f'<label{side} style="--x:{100 * share:.1f}%;flex:{100 * width:.2f}"><input type="radio" name="{group}">'
         f"<span><strong>{escape(title)}</strong>{lines}</span></label>"
     )
 

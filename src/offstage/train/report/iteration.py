@@ -62,10 +62,10 @@ def memory(run: Recorded) -> Figure | None:
             chart.area(lower, upper, owner)
             below = above
         if peak is not None:
-            chart.level(peak, "ink")
+            chart.level(peak, "ink", over_areas=True)
         for limit in limits:
             if limit.is_drawn:
-                chart.level(limit.height, limit.color, dashed=limit.dashed)
+                chart.level(limit.height, limit.color, dashed=limit.dashed, over_areas=True)
         return chart
 
     def moment(i: int) -> Moment:
@@ -109,7 +109,11 @@ def memories(a: Recorded, b: Recorded) -> Figure | None:
     moments = []
     for i in range(MOST_MOMENTS):
         at = (i + 0.5) * end / MOST_MOMENTS
-        values = [Value(color, name, format_size(_at(points, at))) for name, color, _, points, _ in found]
+        values = [
+            Value(color, name, format_size(_at(points, at)))
+            for name, color, _, points, _ in found
+            if at <= points[-1][0]
+        ]
         moments.append(Moment(at, _ms(at), values))
 
     keys = [Key(color, f"{name}, most at once", format_size(high), "line") for name, color, _, _, high in found]
@@ -117,7 +121,7 @@ def memories(a: Recorded, b: Recorded) -> Figure | None:
 
 
 def _at(points: Sequence[Point], x: float) -> float:
-    """The value at `x`, on the line through `points`; the last one after it."""
+    """The value at `x`, on the line through `points`."""
     after = next((i for i, point in enumerate(points) if point[0] >= x), len(points) - 1)
     (x0, y0), (x1, y1) = points[max(0, after - 1)], points[after]
     share = min(1.0, max(0.0, (x - x0) / (x1 - x0))) if x1 > x0 else 1.0
@@ -198,7 +202,7 @@ def _busy_moments(run: Recorded, work: dict[str, Any], end: float, most: int) ->
         here = (i + 0.5) * width
         phase = next((name for name, start, stop in phases if start <= here < stop), "")
         values = [
-            Value(LANES[lane][1], LANES[lane][0], f"{max(1.0, 100 * shares[lane][i]):.0f}% busy")
+            Value(LANES[lane][1], LANES[lane][0].partition(":")[0], f"{max(1.0, 100 * shares[lane][i]):.0f}% busy")
             for lane in work
             if shares[lane][i] > 0
         ]

@@ -111,18 +111,18 @@ svg .axis { stroke: var(--quiet); fill: none; }
 .hover label { min-width: 0; cursor: crosshair; }
 .hover input { position: absolute; left: var(--x); bottom: 0; width: 1px; height: 1px; margin: 0; opacity: 0;
   pointer-events: none; }
-.hover i, .hover span { display: none; position: absolute; pointer-events: none; }
-.hover i { left: var(--x); top: 0; bottom: 0; border-left: 1px solid var(--ink); }
-.hover span { top: .25rem; left: calc(var(--x) + .6rem); z-index: 1; grid-template-columns: auto auto; gap: 0 .7rem;
-  width: max-content; max-width: 21rem; padding: .3rem .55rem; background: var(--panel); border: 1px solid var(--quiet);
-  border-radius: .35rem; font-size: .8rem; line-height: 1.4; font-variant-numeric: tabular-nums; }
+.hover span { display: none; position: absolute; pointer-events: none; top: .25rem; left: calc(var(--x) + .6rem);
+  z-index: 1; grid-template-columns: auto auto; gap: 0 .7rem; width: max-content; max-width: 21rem;
+  padding: .3rem .55rem; background: var(--panel); border: 1px solid var(--quiet); border-radius: .35rem;
+  font-size: .8rem; line-height: 1.4; font-variant-numeric: tabular-nums; }
 .hover .left span { left: auto; right: calc(100% - var(--x) + .6rem); }
 .hover strong { grid-column: 1 / -1; font-weight: 600; overflow-wrap: anywhere; }
 .hover em { font-style: normal; }
 .hover em::before { content: ""; display: inline-block; width: .7em; height: .7em; border-radius: .15em;
   margin-right: .4em; background: var(--key, transparent); }
 .hover b { font-weight: 600; text-align: right; }
-.hover label:hover i, .hover:not(:hover) input:focus ~ i { display: block; }
+.hover label:hover::before, .hover:not(:hover) label:focus-within::before { content: ""; position: absolute;
+  left: var(--x); top: 0; bottom: 0; border-left: 1px solid var(--ink); pointer-events: none; }
 .hover label:hover span, .hover:not(:hover) input:focus ~ span { display: grid; }
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr)); gap: 1rem 1.5rem; }
 .pair > div { min-width: 0; }
@@ -144,6 +144,8 @@ tbody th { width: 15rem; }
   main { padding: 1rem .6rem 2rem; }
   section { padding: .8rem .75rem; }
   tbody th { width: 40%; }
+  .grid { font-size: .83rem; }
+  .grid th.number, .grid td, .grid td.number { padding-right: .45rem; white-space: normal; }
   .wide { display: none; }
   .narrow { display: block; }
   .hover { inset: var(--narrow, var(--small)); }
