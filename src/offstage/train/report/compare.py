@@ -151,7 +151,8 @@ def _head(a: Recorded, b: Recorded) -> str:
         for run, letter, color in ((a, "A", "train"), (b, "B", "eval"))
     )
     peaks = ""
-    if offloads(a) != offloads(b) and a.plan is not None and b.plan is not None:
+    same_work = all(a.run.get(name) == b.run.get(name) for name in ("parameters", "tokens_per_step"))
+    if same_work and offloads(a) != offloads(b) and a.plan is not None and b.plan is not None:
         on, off = (a, b) if offloads(a) else (b, a)
         measured = [peak_bytes(run) for run in (on, off)]
         if None not in measured:
