@@ -296,6 +296,20 @@ def test_a_run_that_was_not_observed_has_no_trace(run, tmp_path):
 # Commands
 
 
+def test_the_documented_commands_exist(pair, monkeypatch, capsys):
+    """Those of the page about the report, on two runs with the names that it uses."""
+    monkeypatch.chdir(pair[0].parent)
+    Path("runs").mkdir()
+    for folder, name in ((pair[0], "default"), (pair[1], "a"), (pair[0], "b")):
+        shutil.copytree(folder, Path("runs") / name)
+    text = (Path(__file__).parents[2] / "docs/report.md").read_text()
+    lines = [line.split() for line in re.findall(r"^offstage (.*)$", text, re.MULTILINE)]
+    assert {words[0] for words in lines} == {"report", "train"}
+    for command, *words in lines:
+        assert cli.main([command, *words, *(["--show"] if command == "train" else [])]) == 0
+    assert "memory_snapshot = true" in capsys.readouterr().out
+
+
 def test_the_command(pair, tmp_path, capsys):
     a, b = map(str, pair)
     trace = tmp_path / "trace.json"

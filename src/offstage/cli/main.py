@@ -41,7 +41,7 @@ usage: offstage COMMAND [ARGUMENTS]      offstage COMMAND --help explains one
   doctor    what this machine can do, what is wrong with it, and how to fix that
   plan      what fits, what it costs and who should update, before anything is allocated
   train     train a transformer on text: one process, or many under torchrun
-  report    one HTML page about a run
+  report    one HTML page about a run, or about two; a trace for Perfetto
   bench     the questions of benchmarks/, in a checkout
 
 A first run, which needs no GPU and no data:
