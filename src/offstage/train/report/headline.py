@@ -55,13 +55,14 @@ def observed_peak(run: Recorded) -> float | None:
 def net_saved_bytes(run: Recorded) -> float | None:
     """All state's bytes, less what state, slots and window take on the device. Below 0, offload took more than it gave.
 
-    From the receipt; of runs whose receipt does not have it, the difference of the plan's and the receipt's bytes.
+    From the receipt; of a run without one, as it was planned; of older runs, the plan's bytes less the receipt's.
     """
     if not offloads(run):
         return 0.0
-    recorded, on_device = run.receipt.get("net_saved_bytes"), run.receipt.get("device_state_bytes")
-    if is_number(recorded):
-        return float(recorded)
+    for recorded in (run.receipt.get("net_saved_bytes"), run.run.get("net_saved_bytes")):
+        if is_number(recorded):
+            return float(recorded)
+    on_device = run.receipt.get("device_state_bytes")
     if run.plan is None or not is_number(on_device):
         return None
     return float(sum(size.state_bytes for size in run.plan.sizes) - on_device)
@@ -99,7 +100,7 @@ def _cost(run: Recorded) -> Cell | None:
     if exposed is None:
         return None
     shown = f"{exposed:,.0f} ms" if exposed >= 100 else f"{exposed:.2f} ms"
-    if not step:
+    if not step or exposed > 100 * step:
         return Cell("Cost per step", shown, "waited for updates")
     return Cell("Cost per step", shown, f"waited for updates: {exposed / step:.1%} of a step of {step:,.0f} ms")
 

@@ -169,7 +169,7 @@ def _plan_fields(value: Any, where: str) -> Any:
     return value
 
 
-_NUMBER, _WORDS = number(), text(200)
+_NUMBER, _SIGNED, _WORDS = number(), whole(-(2**62)), text(200)
 _PHASE = record({"name": _WORDS, "start_ms": _NUMBER, "stop_ms": _NUMBER})
 _BINS = list_of(whole(), NUM_BINS)
 _OBSERVED: dict[str, Shape] = {
@@ -194,9 +194,10 @@ _RUN: dict[str, Shape] = {
     "parameters": whole(),
     "tokens_per_step": whole(),
     "plan": _plan_fields,
+    "net_saved_bytes": optional(_SIGNED),
 }
 """run.json, as `run_info` makes it."""
-_RECEIPT: dict[str, Shape] = {**shapes_of(Receipt), "net_saved_bytes": optional(whole(-(2**62)))}
+_RECEIPT: dict[str, Shape] = {**shapes_of(Receipt), "net_saved_bytes": optional(_SIGNED)}
 """receipt.json: a `Receipt`. A saving below 0 is a loss."""
 _ROW: dict[str, Shape] = {name: optional(shape) for name, shape in shapes_of(metrics.Row).items()}
 _ROW["step"] = whole(0, 2**48)
