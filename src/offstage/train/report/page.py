@@ -48,7 +48,7 @@ def _advice(run: Recorded) -> str:
         *(("Not as asked for", one) for one in run.receipt.get("fallbacks") or ()),
     ]
     lines = [
-        f"<p><b>{name}.</b> {parts.escaped(text[:1].upper() + text[1:], parts.MOST_CELL)}.</p>"
+        f"<p><b>{name}:</b> {parts.escaped(text, parts.MOST_CELL)}</p>"
         for name, text in found[: parts.MOST_ITEMS]
         if isinstance(text, str) and text
     ]
