@@ -314,7 +314,8 @@ def test_the_documented_commands_exist(pair, monkeypatch, capsys):
     assert "memory_snapshot = true" in capsys.readouterr().out
 
 
-def test_the_command(pair, tmp_path, capsys):
+def test_the_command(pair, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     a, b = map(str, pair)
     trace = tmp_path / "trace.json"
     assert cli.main(["report", a, "--trace", str(trace)]) == 0
@@ -332,6 +333,7 @@ def test_the_command(pair, tmp_path, capsys):
         found = capsys.readouterr()
         assert message in found.err
         assert found.err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run", "trace.json"]
 
 
 def test_a_memory_snapshot_is_refused_where_there_is_none(tmp_path, capsys):

@@ -7,6 +7,7 @@ Every text of the run is escaped, and cut where it is long: whatever the files h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -53,6 +54,8 @@ def write_new(path: Path, content: bytes) -> Path:
             file.write(content)
         temporary.replace(path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise OffstageError(
             f"{path} could not be written: {error.strerror or error}. Make room for it there, or choose a place "
             "where you may write: a copy of the run's folder is a run's folder too."
