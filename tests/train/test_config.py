@@ -97,6 +97,7 @@ SAMPLES = {
     "run.progress": (["json"], "json"),
     "run.tensorboard": (["true"], True),
     "run.observe_step": (["0"], 0),
+    "run.memory_snapshot": (["true"], True),
     "run.deterministic": (["false"], False),
 }
 FLAGS = [f"{section}.{name}" for section, cls in SECTIONS.items() for name in field_types(cls)]

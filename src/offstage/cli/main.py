@@ -43,7 +43,7 @@ usage: offstage COMMAND [ARGUMENTS]      offstage COMMAND --help explains one
   doctor    what this machine can do, what is wrong with it, and how to fix that
   plan      what fits, what it costs and who should update, before anything is allocated
   train     train a transformer on text: one process, or many under torchrun
-  report    one HTML page about a run
+  report    one HTML page about a run, or about two; a trace for Perfetto
   export    the weights of a run as safetensors, for transformers
   bench     the questions of benchmarks/, in a checkout
 
@@ -69,9 +69,12 @@ Train a decoder-only transformer on the bytes of text files, with its optimizer 
 A stopped run saves; started again with the same --run.folder, it continues from there, with the same bits."""
 
 REPORT_HELP = """\
-Write one self-contained HTML page about a run: loss, memory by owner, lanes, link and CPU use, receipt, plan.
+Write one self-contained HTML page about a run: what offload saved and cost, loss, memory by owner, lanes, link and CPU
+use, receipt, plan. Of two runs: what differs in settings, time, memory and losses.
 
-  offstage report runs/default        writes runs/default/report.html"""
+  offstage report runs/default                       writes runs/default/report.html
+  offstage report runs/a runs/b                      both in one page: runs/a/compare.html
+  offstage report runs/default --trace trace.json    the page, and the observed step for https://ui.perfetto.dev"""
 
 EXPORT_HELP = """\
 Write the weights of a run's newest checkpoint to a new folder, as safetensors.
@@ -113,8 +116,10 @@ class TrainOptions:
 class ReportOptions:
     """Arguments of `offstage report`."""
 
-    folder: str = positional("runs/default")
-    """The folder of a run."""
+    folders: tuple[str, ...] = positional(("runs/default",))
+    """The folder of a run, or of two runs to be compared."""
+    trace: str | None = None
+    """A file to write: the observed step as trace events, for Perfetto. Of one run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,14 +267,24 @@ def plan(arguments: Sequence[str]) -> int:
 def report(arguments: Sequence[str]) -> int:
     found = parse_sections({"": ReportOptions}, {}, arguments, prog="offstage report", description=REPORT_HELP)
     options = ReportOptions(**found.get("", {}))
-    if not Path(options.folder).is_dir():
-        raise ConfigError(
-            f"offstage report expects the folder of a run; found nothing at {options.folder}. Train first, or give the "
-            "run.folder of that run."
-        )
-    from offstage.train.report import write_report
+    folders = [Path(folder) for folder in options.folders]
+    if not 1 <= len(folders) <= 2 or (options.trace is not None and len(folders) > 1):
+        takes = "one folder with --trace" if options.trace is not None else "the folder of a run, or of two"
+        raise ConfigError(f"offstage report expects {takes}; found {len(folders)}. See offstage report --help.")
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"offstage report expects the folder of a run; found nothing at {folder}. Train first, or give the "
+                "run.folder of that run."
+            )
+    from offstage.train import report as pages
 
-    _write(f"{write_report(Path(options.folder))}\n")
+    if len(folders) == 2:
+        _write(f"{pages.write_comparison(*folders)}\n")
+        return 0
+    if options.trace is not None:
+        _write(f"{pages.write_trace(folders[0], Path(options.trace))}\n")
+    _write(f"{pages.write_report(folders[0])}\n")
     return 0
 
 

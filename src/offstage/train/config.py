@@ -325,12 +325,20 @@ class RunSettings:
     observe_step: int = 5
     """The step whose memory and lanes are recorded for the report. 0: none."""
 
+    memory_snapshot: bool = False
+    """On CUDA: write torch's memory snapshot after the observed step, with a stack for each allocation so far."""
+
     def __post_init__(self) -> None:
         checked(self, "run")
         for name in ("steps", "keep_checkpoints", "eval_batches", "sample_bytes", "most_not_finite"):
             _at_least(1, getattr(self, name), f"run.{name}")
         for name in ("seed", "save_every", "eval_every", "sample_every", "observe_step"):
             _at_least(0, getattr(self, name), f"run.{name}")
+        if self.memory_snapshot and not 1 <= self.observe_step <= self.steps:
+            raise ConfigError(
+                "run.memory_snapshot is written after the observed step; expected run.observe_step from 1 to run.steps="
+                f"{self.steps}; found {self.observe_step}. Choose a step of the run."
+            )
         if not self.folder:
             raise ConfigError("run.folder expects the path of a folder; found ''. Leave it out for runs/default.")
         if self.device != "auto":

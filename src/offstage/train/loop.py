@@ -26,6 +26,7 @@ import torch
 from offstage import ConfigError, OffloadedOptimizer, OffstageError, measure_machine, offload
 from offstage.checkpoint.ranks import Ranks
 from offstage.config import format_size
+from offstage.memory.allocation_history import AllocationHistory
 from offstage.optimizer.optimizer import runtime_of
 from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
@@ -76,6 +77,7 @@ def run(config: TrainConfig) -> Result:
     with contextlib.ExitStack() as open_until_end:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
         open_until_end.enter_context(deterministic(config, parallel.device))
+        history = AllocationHistory(parallel.device) if config.run.memory_snapshot else None
         folder = RunFolder(config.run.folder)
         with Ranks(None).failing_together("Opening the run's folder"):
             progress = progress_for(config.run.progress, first=parallel.first)
@@ -83,7 +85,10 @@ def run(config: TrainConfig) -> Result:
                 open_until_end.enter_context(folder.locked())
         stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
         open_until_end.enter_context(warnings_to_progress(progress))
+        if history is not None:
+            open_until_end.enter_context(history)  # before the model, whose blocks then have their stacks
         training = Training(config, parallel, folder, progress)
+        training.history = history
         open_until_end.callback(training.close)
         with explained_errors(config):
             return training.run(stop_requests)
@@ -100,6 +105,8 @@ class Training:
         self.eval_loss: float | None = None
         self._skipped_in_a_row = 0
         self._observer: Observer | None = None
+        self.history: AllocationHistory | None = None
+        """Saved when the observed step has ended."""
         self._last_row: Row | None = None
         self._sinks: list[MetricsFile | TensorBoard] = []
         self.checkpoints = Checkpoints(
@@ -174,6 +181,8 @@ class Training:
             self._open_sinks()
         self.folder.begun = True  # from here on, what is in the folder stays
         self._write_about()
+        if self.history is not None and self.step >= config.observe_step:
+            logger.warning("no memory snapshot: step %d, the observed one, was made before", config.observe_step)
         self._progress.begin(self.step, config.steps)
         stopped = 0
         try:
@@ -312,6 +321,8 @@ class Training:
         if observer is not None:
             observer.__exit__(None, None, None)
             observer.save(self.folder.observed)
+            if self.history is not None:
+                self.history.save(self.folder.memory_snapshot)
 
     # Saving and resuming #
 

@@ -6,6 +6,7 @@ run.json         command, versions, machine, plan
 metrics.jsonl    a row per step; metrics.damaged-1.jsonl as it was before damaged lines were left out
 receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
+memory_snapshot.pickle    torch's memory snapshot after that step, if it was asked for
 samples.txt      text that the model wrote
 checkpoints/     step-00000100, …; damaged/ has those that run.fallback passed over
 model/           config.json of a transformers model
@@ -37,6 +38,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.receipt = self.path / "receipt.json"
         self.observed = self.path / "observed.json"
+        self.memory_snapshot = self.path / "memory_snapshot.pickle"
         self.samples = self.path / "samples.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
