@@ -45,6 +45,8 @@ class CausalLM(LanguageModel):
         self.lm.to_empty(device=device)
         self.lm.tie_weights()  # to_empty makes two parameters of a tied one
         for name, tensor in [*self.lm.named_parameters(), *self.lm.named_buffers()]:
+            if name not in whole:  # an adapter
+                continue
             if isinstance(tensor, DTensor):
                 copy_shard(tensor, whole[name].to(tensor.to_local().device))
             else:

@@ -97,14 +97,25 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What it is trained on: bytes of text files, shuffled, each sequence once per epoch."""
+    """What it is trained on: text as bytes or tokens, in sequences that are shuffled, each once per epoch."""
 
     paths: tuple[str, ...] = ()
-    """Text files, or folders of them. Without any: the source of Python's standard library, which is on every
-    machine."""
+    """Text files, or folders of them; with column, files of rows. Without any: the source of Python's standard
+    library, which is on every machine."""
+
+    column: str | None = None
+    """The column that has the text: paths are then .json, .jsonl, .csv, .tsv, .parquet or .txt files, or folders that
+    save_to_disk wrote, and each row is a document. Needs `pip install 'offstage[datasets]'`."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json of Hugging Face, or the folder that has it. Without it, tokens are bytes. Needs
+    `pip install 'offstage[hf]'`."""
+
+    eos_token: str | None = None
+    """The token after each document, such as <|endoftext|>. Without it: what the tokenizer's folder names."""
 
     sequence: int = 256
-    """Bytes per sequence."""
+    """Tokens per sequence; without a tokenizer, a token is a byte."""
 
     batch: int = 8
     """Sequences per micro-batch and rank."""
@@ -115,15 +126,62 @@ class DataSettings:
     eval_share: float = 0.05
     """Share of the data that is only evaluated on."""
 
+    @property
+    def tokenizes(self) -> bool:
+        """Whether the data is made into a file of tokens first; otherwise the bytes of the files are the tokens."""
+        return self.tokenizer is not None or self.column is not None
+
     def __post_init__(self) -> None:
         checked(self, "data")
         for name in ("sequence", "batch", "micro_batches"):
             _at_least(1, getattr(self, name), f"data.{name}")
+        if self.column is not None and not self.paths:
+            raise ConfigError(
+                f"data.column={self.column!r} names a column of data.paths; found no paths. Give data.paths, or leave "
+                "column out for the standard library's source."
+            )
+        if self.eos_token is not None and self.tokenizer is None:
+            raise ConfigError(
+                f"data.eos_token={self.eos_token!r} is a token of data.tokenizer; found no tokenizer. Give "
+                "data.tokenizer, or leave eos_token out: a zero byte is between documents of bytes."
+            )
         if not 0.0 <= self.eval_share < 1.0:
             raise ConfigError(
                 f"data.eval_share expects a share from 0.0 to less than 1.0; found {self.eval_share}. Leave it out for "
                 "0.05."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters: the model's own weights are frozen, and two small factors beside each matrix are trained."""
+
+    rank: int = 0
+    """Columns of the first factor and rows of the second. 0: no adapters; all weights are trained."""
+
+    alpha: float | None = None
+    """The adapters' product is multiplied by alpha / rank. Without it: twice the rank."""
+
+    targets: tuple[str, ...] = ()
+    """Names of the linear layers with adapters, such as q_proj v_proj. Without any: all of them in the blocks."""
+
+    def __post_init__(self) -> None:
+        checked(self, "lora")
+        _at_least(0, self.rank, "lora.rank")
+        if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):
+            raise ConfigError(
+                f"lora.alpha expects a number above 0; found {self.alpha}. Leave it out for twice the rank."
+            )
+        if not self.rank and (self.alpha is not None or self.targets):
+            name = "targets" if self.targets else "alpha"
+            raise ConfigError(
+                f"lora.{name} is for adapters, which contradicts lora.rank=0. Give a rank, such as 16, or leave it out."
+            )
+
+    @property
+    def scale(self) -> float:
+        """What the adapters' product is multiplied by."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,7 +348,7 @@ class RunSettings:
     """Steps between samples of text. 0: never."""
 
     sample_bytes: int = 200
-    """Length of a sample."""
+    """Length of a sample; with data.tokenizer, in tokens."""
 
     not_finite: Literal["skip", "stop"] = "skip"
     """What happens if the loss or a gradient is NaN or infinite. skip: the step is left out and counted. stop: the run
@@ -303,8 +361,12 @@ class RunSettings:
     """rich: a moving bar. json: one JSON object per line, for logs. quiet: a line every few seconds. auto: rich on a
     terminal, otherwise quiet."""
 
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Send metrics to these too, besides metrics.jsonl. Needs `pip install 'offstage[tensorboard]'` or
+    `'offstage[wandb]'`; WANDB_MODE=offline keeps W&B's files on this machine."""
+
     tensorboard: bool = False
-    """Write metrics for TensorBoard too. Needs `pip install tensorboard`."""
+    """The same as track with tensorboard."""
 
     observe_step: int = 5
     """The step whose memory and lanes are recorded for the report. 0: none."""
@@ -319,6 +381,8 @@ class RunSettings:
             raise ConfigError("run.folder expects the path of a folder; found ''. Leave it out for runs/default.")
         if self.device != "auto":
             self.torch_device()
+        asked = ("tensorboard", *self.track) if self.tensorboard else self.track
+        object.__setattr__(self, "track", tuple(dict.fromkeys(asked)))
 
     def torch_device(self) -> torch.device:
         """The device, with "auto" resolved. It may not exist: its first use raises."""
@@ -338,6 +402,7 @@ class TrainConfig:
     """One run. Each section has its own table in TOML and its own prefix on the command line."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -380,6 +445,7 @@ class TrainConfig:
 
 SECTIONS: dict[str, type] = {
     "model": ModelSettings,
+    "lora": LoraSettings,
     "data": DataSettings,
     "optimizer": OptimizerSettings,
     "offload": OffloadConfig,

@@ -28,19 +28,24 @@ from offstage.checkpoint.ranks import Ranks
 from offstage.optimizer.optimizer import runtime_of
 from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
-from offstage.train.data import Batches, Corpus, Feed
+from offstage.train.data import Batches, Feed
 from offstage.train.determinism import deterministic, explained_errors
-from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
+from offstage.train.extras import check_packages
+from offstage.train.metrics import Meter, MetricsFile, Row
 from offstage.train.observe import Observer
 from offstage.train.parallel import Parallel, started
-from offstage.train.passes import Passes, activation_mode, passes_for, sample_text
+from offstage.train.passes import Passes, activation_mode, passes_for, sample_tokens
 from offstage.train.progress import Progress, progress_for, warnings_to_progress
-from offstage.train.run_folder import RunFolder
+from offstage.train.run_folder import RunFolder, named
 from offstage.train.run_info import identity, num_parameters_of, predicted_plan, run_info
 from offstage.train.signals import FAILED, StopRequests
+from offstage.train.tokenizer import HuggingFaceEncoder, encoder_for
+from offstage.train.tokens import corpus_for, prepare_data
+from offstage.train.trackers import Tracker, open_trackers
 
 logger = logging.getLogger("offstage")
-_PROMPT_BYTES = 64
+_PROMPT = 64
+"""Tokens before a sample."""
 
 
 class NotFiniteError(OffstageError):
@@ -70,6 +75,7 @@ class Result:
 
 def run(config: TrainConfig) -> Result:
     """Train with `config`, from the newest checkpoint in its folder if there is one. Every rank calls it."""
+    check_packages(config)
     with contextlib.ExitStack() as open_until_end:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
         open_until_end.enter_context(deterministic(config, parallel.device))
@@ -77,9 +83,12 @@ def run(config: TrainConfig) -> Result:
         with Ranks(None).failing_together("Opening the run's folder"):
             if parallel.first:
                 open_until_end.enter_context(folder.locked())
-        stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
         progress = progress_for(config.run.progress, first=parallel.first)
         open_until_end.enter_context(warnings_to_progress(progress))
+        with Ranks(None).failing_together("Preparing the data"):  # long, and Ctrl-C still ends it at once
+            reporting = progress_for(config.run.progress, first=True)  # any rank may be the one that does it
+            prepare_data(config, parallel.device, folder.path, reporting.say)
+        stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
         training = Training(config, parallel, folder, progress)
         open_until_end.callback(training.close)
         with explained_errors(config):
@@ -98,7 +107,7 @@ class Training:
         self._skipped_in_a_row = 0
         self._observer: Observer | None = None
         self._last_row: Row | None = None
-        self._sinks: list[MetricsFile | TensorBoard] = []
+        self._sinks: list[MetricsFile | Tracker] = []
         self.checkpoints = Checkpoints(
             folder.checkpoints,
             keep=config.run.keep_checkpoints,
@@ -107,12 +116,13 @@ class Training:
         )
         ranks = Ranks(None)
         with ranks.failing_together("Reading the data"):
+            self.encoder = encoder_for(config.data)
             self.feed, self._eval_data = self._open_data()
         if self._predicts:
             measure_machine(parallel.device)  # now, while the device is empty; the result is cached
         with contextlib.ExitStack() as open_until_closed:
             with ranks.failing_together("Building the model"), explained_errors(config):
-                self.passes: Passes = passes_for(config, parallel)
+                self.passes: Passes = passes_for(config, parallel, self.encoder.vocabulary)
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
                 modes = activation_mode(config.activations, self.passes, parallel.device)
@@ -123,7 +133,7 @@ class Training:
 
     def _open_data(self) -> tuple[Feed, Any]:
         data, parallel = self.config.data, self.parallel
-        corpus = Corpus(data.paths, cache=self.folder.path)
+        corpus = corpus_for(data, self.folder.path)
         training, held_out = corpus.split(data.eval_share)
         batches = Batches(
             training, data.sequence, data.batch, self.config.run.seed, parallel.data_rank, parallel.data_ranks
@@ -139,7 +149,7 @@ class Training:
 
     def _make_optimizer(self) -> OffloadedOptimizer:
         settings, model = self.config.optimizer, self.passes.model
-        params = list(model.parameters())
+        params = [param for param in model.parameters() if param.requires_grad]
         groups = [
             {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
             {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
@@ -262,17 +272,19 @@ class Training:
 
     def _sample(self) -> None:
         config = self.config
-        prompt = self._eval_data.read(0, min(_PROMPT_BYTES, config.data.sequence // 2)).tobytes() or b"\n"
+        prompt = self._eval_data.read(0, min(_PROMPT, config.data.sequence // 2)).tolist()
+        prompt = prompt or self.encoder.encode(["\n"])[0]
         with self.passes.evaluating():
-            written = sample_text(
+            written = sample_tokens(
                 lambda window: self.passes.logits(window.to(self.parallel.device)),
                 prompt,
                 config.run.sample_bytes,
+                vocabulary=self.encoder.vocabulary,
                 sequence=config.data.sequence,
                 seed=config.run.seed,
             )
         if self.parallel.first:
-            self.folder.append_sample(self.step, prompt, written)
+            self.folder.append_sample(self.step, self.encoder.decode(prompt), self.encoder.decode(written))
 
     # Observing one step #
 
@@ -334,7 +346,7 @@ class Training:
         """Raise if the run in this folder has another model; the message names settings, not tensors."""
         then = self.folder.read_json(self.folder.run).get("model")
         then = then if isinstance(then, dict) else {}
-        now = identity(self.config, self.parallel.device)
+        now = identity(self.config, self.parallel.device, self.encoder.vocabulary)
         differs = [name for name in {**then, **now} if then and then.get(name) != now.get(name)]
         if differs:
             listed = ", ".join(f"{name} {then.get(name)} then and {now.get(name)} now" for name in differs[:3])
@@ -353,24 +365,30 @@ class Training:
     # Records #
 
     def _write_about(self) -> None:
-        counted = (self.parallel.stage, num_parameters_of(self.passes.model))
-        parameters = sum(number for _, number in set(Ranks(None).gather(counted)))
+        model = self.passes.model
+        counted = (self.parallel.stage, num_parameters_of(model), num_parameters_of(model, trained=True))
+        of_stages = set(Ranks(None).gather(counted))
+        parameters, trained = (sum(one[kind] for one in of_stages) for kind in (1, 2))
         if self.parallel.first:
             ranks_per_stage = self.parallel.data_ranks
             settings = resolved(self.config, device=self.parallel.device, ranks_per_stage=ranks_per_stage)
             self.folder.write_text(self.folder.config, to_toml(settings))
-            about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
+            frozen = f", of which {trained:,} in adapters are trained," if trained < parameters else ""
+            vocabulary = self.encoder.vocabulary
+            about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters, vocabulary=vocabulary)
             self.folder.write_json(self.folder.run, about)
+            if isinstance(self.encoder, HuggingFaceEncoder):
+                with named(self.folder.tokenizer):
+                    self.encoder.copy_to(self.folder.tokenizer)
             self._progress.say(
-                f"{parameters:,} parameters on {self.parallel.device}, {self.optimizer.plan.summary()}",
+                f"{parameters:,} parameters{frozen} on {self.parallel.device}, {self.optimizer.plan.summary()}",
                 parameters=parameters,
             )
 
     def _open_sinks(self) -> None:
         if self.parallel.first:
             self._sinks.append(MetricsFile(self.folder.metrics, after_step=self.step))
-            if self.config.run.tensorboard:
-                self._sinks.append(TensorBoard(self.folder.tensorboard))
+            self._sinks += open_trackers(self.config, self.folder, after_step=self.step)
 
     def _write_receipt(self) -> None:
         if self.parallel.first and runtime_of(self.optimizer).steps:

@@ -7,6 +7,10 @@ metrics.jsonl    a row per step
 receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
 samples.txt      text that the model wrote
+tokenizer/       a copy of the tokenizer, if there is one
+tokens-….bin     the data as tokens, if a tokenizer or a column is given; tokens-….json is about it
+tensorboard/     event files, if run.track names it
+wandb.json       the identity of the run in W&B, if run.track names it; wandb/ has its files
 checkpoints/     step-00000100, …
 """
 
@@ -38,6 +42,8 @@ class RunFolder:
         self.samples = self.path / "samples.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.tokenizer = self.path / "tokenizer"
+        self.wandb = self.path / "wandb.json"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[RunFolder]:
