@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from offstage import ConfigError
 from offstage.train.language_model import LanguageModel, copy_shard
+from offstage.train.lora import is_adapter
 
 OLDEST = (4, 56)
 """The first release whose `from_config` takes a `dtype`."""
@@ -45,7 +46,7 @@ class CausalLM(LanguageModel):
         self.lm.to_empty(device=device)
         self.lm.tie_weights()  # to_empty makes two parameters of a tied one
         for name, tensor in [*self.lm.named_parameters(), *self.lm.named_buffers()]:
-            if name not in whole:  # an adapter
+            if is_adapter(name):  # not of the package
                 continue
             if isinstance(tensor, DTensor):
                 copy_shard(tensor, whole[name].to(tensor.to_local().device))

@@ -24,6 +24,7 @@ import torch
 from offstage import ConfigError, OffloadConfig
 from offstage.config import format_size, parse_size
 from offstage.train.flags import Values, parse_sections
+from offstage.train.lora_settings import LoraSettings
 from offstage.train.settings import check, checked, field_types, nearest
 
 SizeName = Literal["1M", "10M", "50M", "150M", "500M", "1B", "2.7B", "7B", "13B", "18B", "20B"]
@@ -150,38 +151,6 @@ class DataSettings:
                 f"data.eval_share expects a share from 0.0 to less than 1.0; found {self.eval_share}. Leave it out for "
                 "0.05."
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
-    """Low-rank adapters: the model's own weights are frozen, and two small factors beside each matrix are trained."""
-
-    rank: int = 0
-    """Columns of the first factor and rows of the second. 0: no adapters; all weights are trained."""
-
-    alpha: float | None = None
-    """The adapters' product is multiplied by alpha / rank. Without it: twice the rank."""
-
-    targets: tuple[str, ...] = ()
-    """Names of the linear layers with adapters, such as q_proj v_proj. Without any: all of them in the blocks."""
-
-    def __post_init__(self) -> None:
-        checked(self, "lora")
-        _at_least(0, self.rank, "lora.rank")
-        if self.alpha is not None and not (math.isfinite(self.alpha) and self.alpha > 0):
-            raise ConfigError(
-                f"lora.alpha expects a number above 0; found {self.alpha}. Leave it out for twice the rank."
-            )
-        if not self.rank and (self.alpha is not None or self.targets):
-            name = "targets" if self.targets else "alpha"
-            raise ConfigError(
-                f"lora.{name} is for adapters, which contradicts lora.rank=0. Give a rank, such as 16, or leave it out."
-            )
-
-    @property
-    def scale(self) -> float:
-        """What the adapters' product is multiplied by."""
-        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 @dataclass(frozen=True, kw_only=True)

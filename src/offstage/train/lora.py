@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """LoRA: `add_adapters` freezes a model and puts two trained factors beside its matrices.
 
-    add_adapters(model, settings)     # on meta or with weights; names and bits of the model's own weights stay
-    initialize_adapters(model, seed)  # once they are allocated
-    write_adapter(...)                # what peft loads; or `merged` for plain weights
+    add_adapters(model, settings)       # on meta or with weights; names and bits of the model's own weights stay
+    initialize_adapters(model, seed)    # once they are allocated
+    merged(name, weight, state, scale)  # for export: plain weights; or adapter_state and adapter_config, for peft
 
 A layer with weight W [out, in] computes ``x Wᵀ + scale (x Aᵀ) Bᵀ`` with A [rank, in] and B [out, rank]. B begins as
 zeros, so that training begins with the model as it was. The factors are parameters of the layer itself,
@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from offstage import ConfigError
-from offstage.train.config import LoraSettings
 from offstage.train.language_model import LanguageModel, copy_shard, generator_for
+from offstage.train.lora_settings import LoraSettings
 
 A, B = "lora_A", "lora_B"
 

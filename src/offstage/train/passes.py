@@ -23,10 +23,11 @@ from offstage import ConfigError, OffloadedOptimizer, offload_activations
 from offstage.activations.offload import ActivationOffload
 from offstage.tensors import reshard
 from offstage.train.config import ActivationSettings, TrainConfig
-from offstage.train.lora import add_adapters, initialize_adapters
-from offstage.train.model import BYTES, LanguageModel, build, stages
+from offstage.train.lora import initialize_adapters
+from offstage.train.model import BYTES, LanguageModel, stages
 from offstage.train.parallel import Parallel
 from offstage.train.stages import Stage, mean_loss
+from offstage.train.whole_model import model_for
 
 Mark = Callable[[str], None]
 """Called with the phase that begins: ``"forward"``, ``"backward"``."""
@@ -196,15 +197,8 @@ def passes_for(config: TrainConfig, parallel: Parallel, vocabulary: int = BYTES)
     """
     whole = parallel.stages == 1
     late = not whole or parallel.sharded
-    model = build(
-        config.model,
-        device="meta" if late else parallel.device,
-        dtype=config.model.dtype_on(parallel.device),
-        vocabulary=vocabulary,
-        sequence=config.data.sequence,
-        seed=config.run.seed,
-    )
-    add_adapters(model, config.lora)
+    device, dtype = torch.device("meta") if late else parallel.device, config.model.dtype_on(parallel.device)
+    model = model_for(config, device=device, dtype=dtype, vocabulary=vocabulary)
     pieces: dict[int, Any] = {0: model}
     if not whole:
         num_stages = parallel.stages * STAGES_PER_RANK.get(config.parallel.schedule, 1)

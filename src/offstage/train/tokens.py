@@ -29,9 +29,9 @@ from offstage.config import format_size
 from offstage.train.config import DataSettings, TrainConfig
 from offstage.train.corpus import Corpus, locked
 from offstage.train.documents import Documents, Piece
-from offstage.train.model import build
 from offstage.train.reading import BadFileError, read_object
 from offstage.train.tokenizer import Encoder, encoder_for
+from offstage.train.whole_model import model_for
 
 Say = Callable[[str], object]
 
@@ -60,30 +60,31 @@ def corpus_for(settings: DataSettings, cache: Path, say: Say = lambda text: None
     return TokenFile(prepared(settings, encoder_for(settings), cache, say))
 
 
-def prepared(settings: DataSettings, encoder: Encoder, folder: Path, say: Say) -> Path:
-    """The file of tokens in `folder`; the first process to take the lock writes it."""
+def prepared(
+    settings: DataSettings, encoder: Encoder, folder: Path, say: Say, check: Callable[[], object] = lambda: None
+) -> Path:
+    """The file of tokens in `folder`; the first process to take the lock calls `check` and writes it."""
     documents = Documents(settings.paths, settings.column, folder)
     made_from = {"files": _identity(documents), "column": settings.column, "encoder": encoder.identity}
     name = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=8).hexdigest()
     target = folder / f"tokens-{name}.bin"
     with _writable(folder), locked(folder / "corpus.lock"):
         if _about(target) is None:
+            check()
             _write(target, documents, encoder, made_from, say)
     return target
 
 
 def prepare_data(config: TrainConfig, device: torch.device, folder: Path, say: Say) -> None:
     """Make the file of tokens, if `config` asks for one, after a check that the model knows all tokens."""
-    if config.data.tokenizes:
-        encoder = encoder_for(config.data)
-        build(
-            config.model,
-            device="meta",
-            dtype=config.model.dtype_on(device),
-            vocabulary=encoder.vocabulary,
-            sequence=config.data.sequence,
-        )
-        prepared(config.data, encoder, folder, say)
+    if not config.data.tokenizes:
+        return
+    encoder = encoder_for(config.data)
+
+    def check() -> None:
+        model_for(config, device="meta", dtype=config.model.dtype_on(device), vocabulary=encoder.vocabulary)
+
+    prepared(config.data, encoder, folder, say, check)
 
 
 def _identity(documents: Documents) -> str:
@@ -149,7 +150,8 @@ def _write(target: Path, documents: Documents, encoder: Encoder, made_from: dict
     finally:
         unfinished.unlink(missing_ok=True)
     empty = f"; {documents.empty:,} without text were left out" if documents.empty else ""
-    say(f"tokenized {written.documents:,} documents: {written.tokens:,} tokens in {target}{empty}")
+    number = f"{written.documents:,} document{'s' * (written.documents > 1)}"
+    say(f"tokenized {number}: {written.tokens:,} tokens in {target}{empty}")
 
 
 def _encode_all(out: BinaryIO, documents: Documents, encoder: Encoder, say: Say) -> _Written:

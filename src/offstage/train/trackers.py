@@ -48,7 +48,7 @@ class Tracker:
             self._writer.write(values, row.step)
         except Exception as error:
             self._writer = None
-            _warn(self._name, f"failed at step {row.step}", error)
+            _warn(self._name, f"failed at step {row.step}, and the run goes on without it", error)
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
@@ -123,13 +123,13 @@ def open_trackers(config: TrainConfig, folder: RunFolder, after_step: int) -> li
                     "that, or leave it out: metrics.jsonl has the same numbers. W&B needs `wandb login`, or "
                     "WANDB_MODE=offline."
                 ) from error
-            _warn(name, "could not begin again", error)
+            _warn(name, "could not begin again, and the run goes on without it", error)
     return found
 
 
 def _warn(name: str, what: str, error: Exception) -> None:
     logger.warning(
-        "tracker %s %s, the run goes on without it, and metrics.jsonl has all rows: %s: %s",
+        "tracker %s %s; metrics.jsonl has all rows: %s: %s",
         name,
         what,
         type(error).__name__,
