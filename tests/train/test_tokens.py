@@ -4,6 +4,7 @@
 import gzip
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from offstage.errors import ConfigError
-from offstage.train import documents, tokens
+from offstage.train import documents, loop, tokens
 from offstage.train.config import DataSettings, build
 from offstage.train.run_folder import RunFolder
 from offstage.train.tokenizer import HuggingFaceEncoder, encoder_for
@@ -196,6 +197,22 @@ def test_a_run_with_a_tokenizer(tokenizer, tmp_path):
         train(tmp_path / "run", run={"steps": 6}, **data)
 
 
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_while_the_data_is_prepared(tokenizer, tmp_path, monkeypatch, number, raised):
+    """The run ends after what is encoded together, not after all data; later signals wait for a step."""
+    encode = HuggingFaceEncoder.encode
+
+    def told(self, batch):
+        os.kill(os.getpid(), number)
+        return encode(self, batch)
+
+    monkeypatch.setattr(HuggingFaceEncoder, "encode", told)
+    with pytest.raises(raised):
+        train(tmp_path / "run", data={"tokenizer": str(tokenizer)})
+    assert not list((tmp_path / "run").glob("tokens-*"))
+    assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
 def test_a_model_with_too_small_a_vocabulary(tokenizer, tmp_path, monkeypatch):
     """It is refused before the data is read; a model of our own grows instead."""
     monkeypatch.setitem(sys.modules, "transformers", stand_in)
@@ -205,8 +222,6 @@ def test_a_model_with_too_small_a_vocabulary(tokenizer, tmp_path, monkeypatch):
         "data": {"paths": (README,), "tokenizer": str(tokenizer), "sequence": 16},
         "run": {"folder": str(tmp_path / "run"), "progress": "quiet"},
     }
-    from offstage.train import loop
-
     with pytest.raises(ConfigError, match=r"The data has \d+ different tokens; .* found vocab_size=256 in .*Raise"):
         loop.run(build(values))
     assert not list((tmp_path / "run").glob("tokens-*"))

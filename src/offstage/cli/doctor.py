@@ -73,7 +73,7 @@ def _versions(s: SystemInfo) -> Iterator[Finding]:
     uses = {
         "matplotlib": "matplotlib for figures",
         "transformers": "transformers for model.transformers",
-        "tensorboard": "tensorboard for run.tensorboard",
+        "tensorboard": "tensorboard for run.track",
     }
     if absent:
         yield Finding("optional", f"not installed: {', '.join(uses[name] for name in absent)}", "note")

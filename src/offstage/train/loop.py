@@ -83,12 +83,12 @@ def run(config: TrainConfig) -> Result:
         with Ranks(None).failing_together("Opening the run's folder"):
             if parallel.first:
                 open_until_end.enter_context(folder.locked())
+        stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
         progress = progress_for(config.run.progress, first=parallel.first)
         open_until_end.enter_context(warnings_to_progress(progress))
-        with Ranks(None).failing_together("Preparing the data"):  # long, and Ctrl-C still ends it at once
+        with Ranks(None).failing_together("Preparing the data"):
             reporting = progress_for(config.run.progress, first=True)  # any rank may be the one that does it
-            prepare_data(config, parallel.device, folder.path, reporting.say)
-        stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
+            prepare_data(config, parallel.device, folder.path, say=reporting.say, check=stop_requests.check)
         training = Training(config, parallel, folder, progress)
         open_until_end.callback(training.close)
         with explained_errors(config):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TokenFile`: documents as one memory-mapped file of tokens, made once, in the run's folder.
 
-    prepare_data(config, device, run_folder, say=print)  # takes as long as it takes
+    prepare_data(config, device, run_folder, say=print, check=stop_requests.check)  # once, and long
     corpus = corpus_for(config.data, cache=run_folder)  # a TokenFile, or a Corpus of bytes
 
 `tokens-<identity>.bin` has the tokens and nothing else; the `.json` beside it has their number and format, a hash of
@@ -34,6 +34,7 @@ from offstage.train.tokenizer import Encoder, encoder_for
 from offstage.train.whole_model import model_for
 
 Say = Callable[[str], object]
+Check = Callable[[], object]
 
 _BATCH = 4 * 2**20
 """Characters that are encoded together: enough for all CPUs. A tokenizer needs some hundred bytes for each."""
@@ -42,13 +43,13 @@ _EVERY_S = 15.0
 
 
 class TokenFile(Corpus):
-    """Tokens that `prepared` has written."""
+    """Tokens in a file that is complete."""
 
     unit = "token"
 
     def __init__(self, path: Path) -> None:
         about = _about(path)
-        assert about is not None, "prepared() has just checked it"
+        assert about is not None, "_prepared() has just checked it"
         self.path, self.identity = path, about["digest"]
         self._array = np.memmap(path, dtype=np.dtype(about["dtype"]), mode="r")
 
@@ -57,34 +58,46 @@ def corpus_for(settings: DataSettings, cache: Path, say: Say = lambda text: None
     """The data that `settings` name, made into tokens if they say so. `say` is told of the progress."""
     if not settings.tokenizes:
         return Corpus(settings.paths, cache=cache)
-    return TokenFile(prepared(settings, encoder_for(settings), cache, say))
+    return TokenFile(_prepared(settings, encoder_for(settings), cache, say, _nothing, _nothing))
 
 
-def prepared(
-    settings: DataSettings, encoder: Encoder, folder: Path, say: Say, check: Callable[[], object] = lambda: None
+def prepare_data(config: TrainConfig, device: torch.device, folder: Path, *, say: Say, check: Check) -> None:
+    """Make the file of tokens, if `config` asks for one, after a check that the model knows all tokens.
+
+    `check` is called now and then; what it raises ends the work.
+    """
+    if not config.data.tokenizes:
+        return
+    encoder = encoder_for(config.data)
+
+    def check_model() -> None:
+        model_for(config, device="meta", dtype=config.model.dtype_on(device), vocabulary=encoder.vocabulary)
+
+    _prepared(config.data, encoder, folder, say, check_model, check)
+
+
+def _prepared(
+    settings: DataSettings,
+    encoder: Encoder,
+    folder: Path,
+    say: Say,
+    check_first: Check,
+    check_meanwhile: Check,
 ) -> Path:
-    """The file of tokens in `folder`; the first process to take the lock calls `check` and writes it."""
+    """The file of tokens in `folder`; the first process to take the lock writes it."""
     documents = Documents(settings.paths, settings.column, folder)
     made_from = {"files": _identity(documents), "column": settings.column, "encoder": encoder.identity}
     name = hashlib.blake2b(json.dumps(made_from).encode(), digest_size=8).hexdigest()
     target = folder / f"tokens-{name}.bin"
     with _writable(folder), locked(folder / "corpus.lock"):
         if _about(target) is None:
-            check()
-            _write(target, documents, encoder, made_from, say)
+            check_first()
+            _write(target, documents, encoder, made_from, _Reports(say, check_meanwhile, len(documents.sources)))
     return target
 
 
-def prepare_data(config: TrainConfig, device: torch.device, folder: Path, say: Say) -> None:
-    """Make the file of tokens, if `config` asks for one, after a check that the model knows all tokens."""
-    if not config.data.tokenizes:
-        return
-    encoder = encoder_for(config.data)
-
-    def check() -> None:
-        model_for(config, device="meta", dtype=config.model.dtype_on(device), vocabulary=encoder.vocabulary)
-
-    prepared(config.data, encoder, folder, say, check)
+def _nothing() -> None:
+    return
 
 
 def _identity(documents: Documents) -> str:
@@ -109,6 +122,25 @@ def _about(target: Path) -> dict[str, Any] | None:
 # Writing #
 
 
+class _Reports:
+    """Tells of the progress every few seconds."""
+
+    def __init__(self, say: Say, check: Check, sources: int) -> None:
+        self.say, self._check, self._sources = say, check, sources
+        self._began = self._said = time.monotonic()
+
+    def after(self, batch: list[Piece], written: _Written) -> None:
+        """`batch` has been written. Raises if the work has to end."""
+        self._check()
+        now = time.monotonic()
+        if now - self._said > _EVERY_S:
+            self._said = now
+            self.say(
+                f"tokenizing: {format_size(written.characters)} of text, in file {batch[-1].source + 1} of "
+                f"{self._sources}; {written.tokens:,} tokens, {written.tokens / (now - self._began):,.0f} per second"
+            )
+
+
 @dataclass
 class _Written:
     """What is in the file so far."""
@@ -119,24 +151,18 @@ class _Written:
     characters: int = 0
 
 
-def _write(target: Path, documents: Documents, encoder: Encoder, made_from: dict[str, str | None], say: Say) -> None:
+def _write(
+    target: Path, documents: Documents, encoder: Encoder, made_from: dict[str, str | None], reports: _Reports
+) -> None:
     """Write under another name, and rename when complete."""
     unfinished, about = target.with_suffix(".unfinished"), target.with_suffix(".json")
     about.unlink(missing_ok=True)  # of a damaged file
     try:
         with open(unfinished, "wb") as out:
-            written = _encode_all(out, documents, encoder, say)
+            written = _encode_all(out, documents, encoder, reports)
             out.flush()
             os.fsync(out.fileno())
-        if not written.documents:
-            raise ConfigError(
-                f"Expected text in data.paths; found none in {len(documents.files):,} files. Give other ones."
-            )
-        if _identity(documents) != made_from["files"]:
-            raise ConfigError(
-                "Expected data.paths that stay as they are; found that some changed while they were read. Start again "
-                "when they do not."
-            )
+        _check_documents(documents, written, made_from)
         values = {
             "tokens": written.tokens,
             "documents": written.documents,
@@ -149,14 +175,25 @@ def _write(target: Path, documents: Documents, encoder: Encoder, made_from: dict
         unfinished.rename(target)
     finally:
         unfinished.unlink(missing_ok=True)
-    empty = f"; {documents.empty:,} without text were left out" if documents.empty else ""
     number = f"{written.documents:,} document{'s' * (written.documents > 1)}"
-    say(f"tokenized {number}: {written.tokens:,} tokens in {target}{empty}")
+    empty = f"; {documents.empty:,} without text were left out" if documents.empty else ""
+    reports.say(f"tokenized {number}: {written.tokens:,} tokens in {target}{empty}")
 
 
-def _encode_all(out: BinaryIO, documents: Documents, encoder: Encoder, say: Say) -> _Written:
+def _check_documents(documents: Documents, written: _Written, made_from: dict[str, str | None]) -> None:
+    if not written.documents:
+        raise ConfigError(
+            f"Expected text in data.paths; found none in {len(documents.files):,} files. Give other ones."
+        )
+    if _identity(documents) != made_from["files"]:
+        raise ConfigError(
+            "Expected data.paths that stay as they are; found that some changed while they were read. Start again "
+            "when they do not."
+        )
+
+
+def _encode_all(out: BinaryIO, documents: Documents, encoder: Encoder, reports: _Reports) -> _Written:
     written, begins = _Written(hashlib.blake2b(digest_size=16)), True
-    began = said = time.monotonic()
     for batch in _batches(documents):
         for piece, tokens in zip(batch, encoder.encode([piece.text for piece in batch]), strict=True):
             parts = [encoder.before if begins else (), tokens, (encoder.end,) if piece.last else ()]
@@ -167,13 +204,7 @@ def _encode_all(out: BinaryIO, documents: Documents, encoder: Encoder, say: Say)
             written.documents += piece.last
             written.characters += len(piece.text)
             begins = piece.last
-        now = time.monotonic()
-        if now - said > _EVERY_S:
-            said = now
-            say(
-                f"tokenizing: {format_size(written.characters)} of text, in file {batch[-1].source + 1} of "
-                f"{len(documents.sources)}; {written.tokens:,} tokens, {written.tokens / (now - began):,.0f} per second"
-            )
+        reports.after(batch, written)
     return written
 
 

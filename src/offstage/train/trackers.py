@@ -112,19 +112,21 @@ _KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 def open_trackers(config: TrainConfig, folder: RunFolder, after_step: int) -> list[Tracker]:
     """Those of `run.track`, for rows after `after_step`."""
-    found = []
+    trackers: list[Tracker] = []
     for name in config.run.track:
         try:
-            found.append(Tracker(name, _KINDS[name](config, folder, after_step)))
+            trackers.append(Tracker(name, _KINDS[name](config, folder, after_step)))
         except Exception as error:
             if not after_step:
+                for tracker in trackers:
+                    tracker.close()
+                found = f"{type(error).__name__}: {error}".rstrip(".")
                 raise OffstageError(
-                    f"run.track={name!r} expects a tracker that begins; found {type(error).__name__}: {error}. Mend "
-                    "that, or leave it out: metrics.jsonl has the same numbers. W&B needs `wandb login`, or "
-                    "WANDB_MODE=offline."
+                    f"run.track={name!r} expects a tracker that begins; found {found}. Mend that, or leave it out: "
+                    "metrics.jsonl has the same numbers. W&B needs `wandb login`, or WANDB_MODE=offline."
                 ) from error
             _warn(name, "could not begin again, and the run goes on without it", error)
-    return found
+    return trackers
 
 
 def _warn(name: str, what: str, error: Exception) -> None:
