@@ -38,6 +38,8 @@ def test_only_adapters_are_trained(tmp_path):
     assert all(is_adapter(name) and bool(after[name].any()) for name in adapters)
     state = [name for name in tensors_of(adapted.checkpoint) if "exp_avg" in name]
     assert len(state) == 2 * len(adapters)
+    planned = json.loads((tmp_path / "adapted/run.json").read_text())["plan"]["sizes"]
+    assert {size["name"] for size in planned} == adapters
 
 
 def test_a_run_resumes_with_the_same_bits(tmp_path):

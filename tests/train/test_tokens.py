@@ -91,7 +91,7 @@ def test_a_long_document_is_read_in_pieces(tokenizer, tmp_path, monkeypatch):
 
 
 def as_file(folder: Path, kind: str, rows: list[dict]) -> Path:
-    path = folder / f"rows.{kind}"
+    path = folder / f"rows{'' if '.gz' in kind else '[1]'}.{kind}"  # not a pattern, though the package takes those
     if kind == "saved":
         import datasets
 
@@ -174,6 +174,17 @@ def test_files_that_change_while_they_are_read(tokenizer, texts, tmp_path, monke
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["corpus.lock"]
 
 
+def test_any_change_is_noticed(tmp_path):
+    """Also one between the places that the fingerprint of bytes looks at."""
+    found, text = set(), "a" * 600_000
+    for content in (text, f"{text[:6000]}b{text[6001:]}"):
+        (tmp_path / "line.txt").write_text(content)
+        os.utime(tmp_path / "line.txt", ns=(0, len(found)))
+        settings = DataSettings(paths=(str(tmp_path / "line.txt"),), column="text")
+        found.add(corpus_for(settings, tmp_path).split(0.1)[0].fingerprint())
+    assert len(found) == 2
+
+
 # Runs
 
 
@@ -254,7 +265,7 @@ def bad(tmp_path: Path, tokenizer: Path) -> dict[str, tuple[dict, str]]:
         "several": (at["several"], r"expects one dataset; .*several has several: .*Give the folder of one, such as"),
         "another column": (
             {**at["broken.jsonl"], "paths": (str(as_file(tmp_path, "jsonl", [{"n": 1}])),)},
-            r"'text' expects a column of that name; row 0 of .*rows.jsonl has n. Give one of these",
+            r"'text' expects a column of that name; row 0 of .*jsonl has n. Give one of these",
         ),
         "not UTF-8": (
             {**whole, "paths": (str(tmp_path / "latin.txt"),)},

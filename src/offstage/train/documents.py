@@ -7,6 +7,7 @@ A long text comes in pieces, cut after a line where there is one, so that memory
 from __future__ import annotations
 
 import codecs
+import glob
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -147,9 +148,8 @@ def _read(datasets: Any, source: Path, cache: str) -> Any:
     if not source.stat().st_size:
         return ()
     kind, settings = reader
-    return datasets.load_dataset(
-        kind, data_files=str(source.resolve()), split="train", streaming=True, cache_dir=cache, **settings
-    )
+    file = glob.escape(str(source.resolve()))  # the package takes patterns
+    return datasets.load_dataset(kind, data_files=file, split="train", streaming=True, cache_dir=cache, **settings)
 
 
 def _lines_of(file: Path) -> Iterator[str]:
