@@ -56,7 +56,7 @@ Train a decoder-only transformer on text, as bytes or tokens, with its optimizer
 
   offstage train                                     1M parameters, 300 steps, the standard library's source
   offstage train --data.paths books/ --model.size 150M --activations.mode checkpoint
-  offstage train --data.paths rows.jsonl --data.column text --data.tokenizer FOLDER      tokens of Hugging Face
+  offstage train --data.paths rows.jsonl --data.column text --data.tokenizer FOLDER
   offstage train --lora.rank 16                      adapters only; the model's own weights are frozen
   offstage train --run.track tensorboard wandb       metrics for these too
   offstage train --offload.overlap-forward --offload.update-in-backward
