@@ -55,10 +55,13 @@ A first run, which needs no GPU and no data:
 """
 
 TRAIN_HELP = """\
-Train a decoder-only transformer on the bytes of text files, with its optimizer state off the device.
+Train a decoder-only transformer on text, as bytes or tokens, with its optimizer state off the device.
 
   offstage train                                     1M parameters, 300 steps, the standard library's source
   offstage train --data.paths books/ --model.size 150M --activations.mode checkpoint
+  offstage train --data.paths rows.jsonl --data.column text --data.tokenizer FOLDER
+  offstage train --lora.rank 16                      adapters only; the model's own weights are frozen
+  offstage train --run.track tensorboard wandb       metrics for these too
   offstage train --offload.overlap-forward --offload.update-in-backward
   offstage train --offload.fraction 0                everything stays on the device
   offstage train --model.weights llama-1b/           a transformers model, from its safetensors

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offstage import ConfigError
 from offstage.train.language_model import LanguageModel, copy_shard
+from offstage.train.lora import is_adapter
 from offstage.train.pretrained import PretrainedWeights
 
 OLDEST = (4, 56)
@@ -60,6 +61,8 @@ class CausalLM(LanguageModel):
         whole: dict[str, torch.Tensor] = {**dict(first.named_parameters()), **dict(first.named_buffers())}
         allocate(self.lm, device)
         for name, tensor in [*self.lm.named_parameters(), *self.lm.named_buffers()]:
+            if is_adapter(name):  # not of the package
+                continue
             if isinstance(tensor, DTensor):
                 copy_shard(tensor, whole[name].to(tensor.to_local().device))
             else:

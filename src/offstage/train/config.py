@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offstage import ConfigError, OffloadConfig
 from offstage.config import exact_size, parse_size
 from offstage.train.flags import Values, parse_sections
+from offstage.train.lora_settings import LoraSettings
 from offstage.train.settings import check, checked, expected, field_types, nearest
 
 if TYPE_CHECKING:  # functions that use torch import it: it takes seconds, and `offstage train --help` needs none
@@ -109,14 +110,25 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What it is trained on: bytes of text files, shuffled, each sequence once per epoch."""
+    """What it is trained on: text as bytes or tokens, in sequences that are shuffled, each once per epoch."""
 
     paths: tuple[str, ...] = ()
-    """Text files, or folders of them. Without any: the source of Python's standard library, which is on every
-    machine."""
+    """Text files, or folders of them; with column, files of rows. Without any: the source of Python's standard
+    library, which is on every machine."""
+
+    column: str | None = None
+    """The column that has the text: paths are then .json, .jsonl, .csv, .tsv, .parquet or .txt files, or folders that
+    save_to_disk wrote, and each row is a document. Needs `pip install 'offstage[datasets]'`."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json of Hugging Face, or the folder that has it. Without it, tokens are bytes. Needs
+    `pip install 'offstage[hf]'`."""
+
+    eos_token: str | None = None
+    """The token after each document, such as <|endoftext|>. Without it: what the tokenizer's folder names."""
 
     sequence: int = 256
-    """Bytes per sequence."""
+    """Tokens per sequence; without a tokenizer, a token is a byte."""
 
     batch: int = 8
     """Sequences per micro-batch and rank."""
@@ -127,10 +139,25 @@ class DataSettings:
     eval_share: float = 0.05
     """Share of the data that is only evaluated on."""
 
+    @property
+    def tokenizes(self) -> bool:
+        """Whether the data is made into a file of tokens first; otherwise the bytes of the files are the tokens."""
+        return self.tokenizer is not None or self.column is not None
+
     def __post_init__(self) -> None:
         checked(self, "data")
         for name in ("sequence", "batch", "micro_batches"):
             _at_least(1, getattr(self, name), f"data.{name}")
+        if self.column is not None and not self.paths:
+            raise ConfigError(
+                f"data.column={self.column!r} names a column of data.paths; found no paths. Give data.paths, or leave "
+                "column out for the standard library's source."
+            )
+        if self.eos_token is not None and self.tokenizer is None:
+            raise ConfigError(
+                f"data.eos_token={self.eos_token!r} is a token of data.tokenizer; found no tokenizer. Give "
+                "data.tokenizer, or leave eos_token out: a zero byte is between documents of bytes."
+            )
         if not 0.0 <= self.eval_share < 1.0:
             raise ConfigError(
                 f"data.eval_share expects a share from 0.0 to less than 1.0; found {self.eval_share}. Leave it out for "
@@ -306,7 +333,7 @@ class RunSettings:
     """Steps between samples of text. 0: never."""
 
     sample_bytes: int = 200
-    """Length of a sample."""
+    """Length of a sample; with data.tokenizer, in tokens."""
 
     not_finite: Literal["skip", "stop"] = "skip"
     """What happens if the loss or a gradient is NaN or infinite. skip: the step is left out and counted. stop: the run
@@ -319,8 +346,12 @@ class RunSettings:
     """rich: a moving bar. json: one JSON object per line, for logs. quiet: a line every few seconds. auto: rich on a
     terminal, otherwise quiet."""
 
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Send metrics to these too, besides metrics.jsonl. Needs `pip install 'offstage[tensorboard]'` or
+    `'offstage[wandb]'`; WANDB_MODE=offline keeps W&B's files on this machine."""
+
     tensorboard: bool = False
-    """Write metrics for TensorBoard too. Needs `pip install tensorboard`."""
+    """The same as track with tensorboard."""
 
     observe_step: int = 5
     """The step whose memory and lanes are recorded for the report. 0: none."""
@@ -343,6 +374,8 @@ class RunSettings:
             raise ConfigError("run.folder expects the path of a folder; found ''. Leave it out for runs/default.")
         if self.device != "auto":
             self.torch_device()
+        asked = ("tensorboard", *self.track) if self.tensorboard else self.track
+        object.__setattr__(self, "track", tuple(dict.fromkeys(asked)))
 
     def torch_device(self) -> torch.device:
         """The device, with "auto" resolved. It may not exist: its first use raises."""
@@ -364,6 +397,7 @@ class TrainConfig:
     """One run. Each section has its own table in TOML and its own prefix on the command line."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -412,6 +446,7 @@ class TrainConfig:
 
 SECTIONS: dict[str, type] = {
     "model": ModelSettings,
+    "lora": LoraSettings,
     "data": DataSettings,
     "optimizer": OptimizerSettings,
     "offload": OffloadConfig,

@@ -8,9 +8,12 @@ receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
 memory_snapshot.pickle    torch's memory snapshot after that step, if it was asked for
 samples.txt      text that the model wrote
-checkpoints/     step-00000100, …; damaged/ has those that run.fallback passed over
 model/           config.json of a transformers model
-tokenizer/       the files of the tokenizer, if one was used
+tokenizer/       a copy of the tokenizer, if there is one
+tokens-….bin     the data as tokens, if a tokenizer or a column is given; tokens-….json is about it
+tensorboard/     event files, if run.track names it
+wandb.json       the identity of the run in W&B, if run.track names it; wandb/ has its files
+checkpoints/     step-00000100, …; damaged/ has those that run.fallback passed over
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         self.model = self.path / "model"
         self.tokenizer = self.path / "tokenizer"
+        self.wandb = self.path / "wandb.json"
         self.begun = False
         """Whether the run has been accepted. Until then, what it makes here is removed if it fails."""
         self._lock = self.path / ".lock"
