@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters are all that is trained; peft and merged weights compute the same."""
 
+import importlib
 import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
-from offstage.errors import ConfigError
+from offstage.cli import main as cli
+from offstage.errors import CheckpointError, ConfigError, OffstageError
 from offstage.train.config import ModelSettings, build
-from offstage.train.lora import adapter_config, adapter_state, add_adapters, is_adapter, merged
+from offstage.train.export import export
+from offstage.train.lora import add_adapters, is_adapter
 from offstage.train.lora_settings import LoraSettings
 from offstage.train.model import build as build_model
 from tests.support import stand_in
@@ -52,38 +55,55 @@ def test_a_run_resumes_with_the_same_bits(tmp_path):
         train(tmp_path / "run", run={"steps": 8}, lora={"rank": 8})
 
 
-def test_peft_and_merged_weights(tmp_path):
-    """peft loads the adapter and gives the same bits; a plain model of transformers gives nearly the same."""
-    import peft
-    import transformers
+@pytest.fixture
+def source(tmp_path):
+    """A folder of transformers, with tied embeddings."""
+    transformers = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(**{**stand_in.LLAMA, "tie_word_embeddings": True})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
 
-    (tmp_path / "config.json").write_text(json.dumps(stand_in.LLAMA))
-    values = values_of(tmp_path / "run", run={"steps": 3}, **LORA)
-    values["model"] = {"transformers": str(tmp_path)}
+
+def test_export(tmp_path, source, capsys):
+    """Merged weights give nearly the logits of the run; the weights that it began with give its bits, with peft."""
+    peft, transformers = importlib.import_module("peft"), importlib.import_module("transformers")
+    values = {**values_of(tmp_path / "run", run={"steps": 3}, **LORA), "model": {"weights": str(source)}}
     state = weights_of(train_there(values).checkpoint)
-    settings, prefix = build(values).lora, "lm."
-
-    def model(adapted: bool):
-        lm = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
-        own = {name: tensor for name, tensor in state.items() if not is_adapter(name)}
-        if adapted:
-            own = {name: merged(name, tensor, state, settings.scale) for name, tensor in own.items()}
-        lm.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in own.items()})
-        return lm.eval()
-
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    save_file(dict(adapter_state(state, prefix)), folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(adapter_config(state, settings, base=str(tmp_path), prefix=prefix))
-    ours = build_model(ModelSettings(transformers=str(tmp_path)), device="cpu", dtype=torch.float32, sequence=16)
-    add_adapters(ours, settings)
+    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert "Adapters were added to 21 matrices." in capsys.readouterr().out
+    ours = build_model(ModelSettings(transformers=str(source)), device="cpu", dtype=torch.float32, sequence=16)
+    add_adapters(ours, build(values).lora)
     ours.load_state_dict(state)
+    load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(24).view(2, 12)
     with torch.no_grad():
         expected = ours.eval().logits(tokens)
-        assert torch.equal(peft.PeftModel.from_pretrained(model(False), folder)(tokens).logits, expected)
-        torch.testing.assert_close(model(True)(tokens).logits, expected)
-        assert not torch.allclose(model(False)(tokens).logits, expected)
+        torch.testing.assert_close(load(tmp_path / "out").eval()(tokens).logits, expected)
+        assert not torch.allclose(load(source).eval()(tokens).logits, expected)
+        adapted = peft.PeftModel.from_pretrained(load(source), tmp_path / "out/adapter")
+        assert torch.equal(adapted.eval()(tokens).logits, expected)
+
+
+def test_export_of_our_own_model(tmp_path):
+    checkpoint = train(tmp_path / "run", run={"steps": 2}, **LORA).checkpoint
+    export(tmp_path / "run", tmp_path / "out")
+    state, found = weights_of(checkpoint), load_file(tmp_path / "out/model.safetensors")
+    assert found.keys() == {name for name in state if not is_adapter(name)}
+    layer = "blocks.0.feed_forward.down"
+    product = 3.0 * state[f"{layer}.lora_B"] @ state[f"{layer}.lora_A"]
+    torch.testing.assert_close(found[f"{layer}.weight"], state[f"{layer}.weight"] + product)
+    settings = tmp_path / "run/config.toml"
+    settings.write_text(settings.read_text().replace("rank = 4", "rank = 8"))
+    with pytest.raises(CheckpointError, match=r"with an adapter of lora.rank=8.*found shapes .*\(4, "):
+        export(tmp_path / "run", tmp_path / "other")
+
+
+def test_an_adapter_of_a_tied_weight_is_not_added(tmp_path, source):
+    values = {**values_of(tmp_path / "run", run={"steps": 1}), "model": {"weights": str(source)}}
+    train_there({**values, "lora": {"rank": 4, "targets": ["lm_head"]}})
+    with pytest.raises(OffstageError, match=r"is one tensor with 'lm_head.weight', and the adapter belongs to one of"):
+        export(tmp_path / "run", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The packages are stood in for: what they are called with here is what W&B 0.31 a
 """
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -38,6 +39,8 @@ def calls(monkeypatch) -> Calls:
     class SummaryWriter:
         def __init__(self, log_dir=None, comment="", purge_step=None, max_queue=10, flush_secs=120):
             calls.note("SummaryWriter", log_dir, purge_step)
+            Path(log_dir).mkdir(exist_ok=True)
+            (Path(log_dir) / "events").touch()
 
         def add_scalar(self, tag, scalar_value, global_step=None, walltime=None):
             calls.note("add_scalar", tag, scalar_value, global_step)
@@ -106,13 +109,14 @@ def test_a_failure_is_reported_once_and_the_run_goes_on(tmp_path, calls, caplog,
 
 
 def test_a_tracker_that_cannot_begin(tmp_path, calls, caplog):
-    """A new run is refused before its first step; one that is resumed goes on."""
+    """A new run is refused before its first step, and leaves nothing; one that is resumed goes on."""
     calls.failing = {"init"}
     with pytest.raises(
         OffstageError, match=r"run.track='wandb' expects .* found ConnectionError: no route.*wandb login"
     ):
         train(tmp_path, **TRACK)
     assert (len(calls.of("add_scalar")), len(calls.of("close"))) == (0, 1)
+    assert list(tmp_path.iterdir()) == []
     calls.failing = set()
     train(tmp_path, **TRACK)
     calls.failing = {"init"}

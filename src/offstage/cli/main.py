@@ -87,7 +87,8 @@ Write the weights of a run's newest checkpoint to a new folder, as safetensors.
 
 A run with --model.weights or --model.transformers gives a folder that transformers loads: config.json, weights, and the
 tokenizer if one was used. A run with --model.size gives the weights and the run's settings; transformers has no such
-model. Needs no accelerator. The folder appears when it is complete."""
+model. Adapters of LoRA are added to their weights; beside them, adapter/ has them alone, for peft, if the run had
+--model.weights. Needs no accelerator. The folder appears when it is complete."""
 
 DOCTOR_HELP = """\
 Look at accelerator, link, memory, pinning, CPUs, limits and versions; say what is wrong and how to fix it.
@@ -307,8 +308,12 @@ def export(arguments: Sequence[str]) -> int:
         f"{done.folder}: {done.parameters:,} parameters of {done.checkpoint}, {format_size(done.nbytes)} in "
         f"{', '.join(done.formats)}\n"
     )
+    if done.merged:
+        _write(f"Adapters were added to {done.merged} matrices.\n")
     if done.package is not None:
         _write(f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(done.folder)!r})\n")
+        if done.adapter is not None:
+            _write(f"The adapters alone: peft.PeftModel.from_pretrained(model, {str(done.adapter)!r})\n")
     else:
         _write(
             "It has the run's settings beside the weights; from_pretrained cannot load it, because the run's model is "

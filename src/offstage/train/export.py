@@ -4,7 +4,8 @@
     export(Path("runs/books"), Path("books-1b"))
 
 Weights go from the checkpoint's files to the new ones block by block, in the format they were trained in and without an
-accelerator. The folder gets its name when it is complete, and not before.
+accelerator. Adapters are added to the weights that they belong to; if the run began with weights of another folder,
+`adapter/` has them alone, for peft. The folder gets its name when it is complete, and not before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from offstage.checkpoint.manifest import check_listed, complete_in, sync_folder
 from offstage.checkpoint.parts import Box, blocks_of
 from offstage.checkpoint.stored import Stored
 from offstage.config import format_size
+from offstage.train.adapter_files import Adapters, read_adapters
 from offstage.train.config import ModelSettings, TrainConfig, build, read_toml
 from offstage.train.description import CONFIG, GENERATION, without_weights
 from offstage.train.model import CausalLM
@@ -37,8 +39,12 @@ SHARD_BYTES = 4 * 2**30
 """The most in one file, unless a single tensor is larger."""
 SETTINGS = "offstage.toml"
 """The run's settings, beside the weights of a model of offstage's own."""
+ADAPTER = "adapter"
+"""The folder, beside the weights, of what was trained alone."""
 _PREFIX = "model."
 """Of the names of weights in a checkpoint."""
+_LM = "lm."
+"""After it, of those of a transformers model."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,10 @@ class Exported:
     """Of its tensors."""
     package: str | None
     """The class of transformers that loads it; `None` for a model of offstage's own."""
+    merged: int
+    """Matrices to which an adapter was added."""
+    adapter: Path | None
+    """The folder of the adapters alone, for peft."""
 
 
 def export(run: Path, target: Path, step: int | None = None, *, shard_bytes: int = SHARD_BYTES) -> Exported:
@@ -65,11 +75,15 @@ def export(run: Path, target: Path, step: int | None = None, *, shard_bytes: int
         checkpoint.verify(source, stored.files)
         check_listed(source, stored.files)
         lm = _lm(config, folder, stored)
-        tensors = list(_own_tensors(stored) if lm is None else _lm_tensors(stored, lm))
+        adapters = read_adapters(stored, config.lora, _PREFIX)
+        tensors = list(_own_tensors(stored, adapters) if lm is None else _lm_tensors(stored, adapters, lm))
+        alone = bool(adapters.factors) and config.model.weights is not None
         size = sum(one.nbytes for one in tensors)
-        with _becoming(target, size) as unfinished:
+        with _becoming(target, size + adapters.nbytes * alone) as unfinished:
             write_tensors(unfinished, tensors, shard_bytes)
             _write_about(unfinished, folder, lm)
+            if alone:
+                adapters.write(unfinished / ADAPTER, f"{_PREFIX}{_LM}", str(config.model.weights))
     return Exported(
         folder=target.absolute(),
         checkpoint=source,
@@ -77,6 +91,8 @@ def export(run: Path, target: Path, step: int | None = None, *, shard_bytes: int
         nbytes=size,
         formats=sorted({str(one.dtype).removeprefix("torch.") for one in tensors}),
         package=None if lm is None else type(lm).__name__,
+        merged=len(adapters.factors) // 2,
+        adapter=target.absolute() / ADAPTER if alone else None,
     )
 
 
@@ -121,37 +137,44 @@ def _lm(config: TrainConfig, folder: RunFolder, stored: Stored) -> Any:
     return model.lm
 
 
-def _own_tensors(stored: Stored) -> Iterator[Outgoing]:
+def _own_tensors(stored: Stored, adapters: Adapters) -> Iterator[Outgoing]:
     for name in stored.tensors:
-        if name.startswith(_PREFIX):
-            yield _outgoing(stored, name, name.removeprefix(_PREFIX))
+        if name.startswith(_PREFIX) and name not in adapters.factors:
+            yield _outgoing(stored, name, name.removeprefix(_PREFIX), adapters)
 
 
-def _lm_tensors(stored: Stored, lm: Any) -> Iterator[Outgoing]:
+def _lm_tensors(stored: Stored, adapters: Adapters, lm: Any) -> Iterator[Outgoing]:
     """Each tensor once, under the first of its names: `from_pretrained` ties the others to it."""
     names: dict[int, list[str]] = {}
     tensors = lm.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
     check_kept_as_stored(lm, tensors, "The run has trained")
-    known = {f"{_PREFIX}lm.{name}" for name in tensors}
+    known = {f"{_PREFIX}{_LM}{name}" for name in tensors} | adapters.factors.keys()
     if others := [name for name in stored.tensors if name.startswith(_PREFIX) and name not in known]:
         raise CheckpointError(
             f"{stored.folder}: expected the tensors of {type(lm).__name__}; found {len(others)} others, such as "
             f"{others[0]!r}, without which the exported model would not be the trained one. Nothing was written."
         )
     for first, *others in names.values():
-        saved = next((path for name in (first, *others) if (path := f"{_PREFIX}lm.{name}") in stored.tensors), None)
+        paths = [f"{_PREFIX}{_LM}{name}" for name in (first, *others)]
+        saved = next((path for path in paths if path in stored.tensors), None)
         found = "nothing" if saved is None else f"shape {stored.shape(saved)}"
         if saved is None or stored.shape(saved) != tuple(tensors[first].shape):
             raise CheckpointError(
                 f"{stored.folder}: expected {first!r} of {type(lm).__name__} with shape {tuple(tensors[first].shape)}; "
                 f"found {found}. The checkpoint is of another model than config.json in the run's folder describes."
             )
-        yield _outgoing(stored, saved, first)
+        if others and any(adapters.has(path) for path in paths):
+            raise OffstageError(
+                f"{first!r} is one tensor with {others[0]!r}, and the adapter belongs to one of them: added to it, it "
+                "would change the other. Nothing was written. Train without this layer in lora.targets, or with "
+                "tie_word_embeddings=false in config.json."
+            )
+        yield _outgoing(stored, saved, first, adapters)
 
 
-def _outgoing(stored: Stored, saved: str, name: str) -> Outgoing:
+def _outgoing(stored: Stored, saved: str, name: str, adapters: Adapters) -> Outgoing:
     shape, dtype = stored.tensors[saved]
 
     def blocks() -> Iterator[torch.Tensor]:
@@ -161,7 +184,7 @@ def _outgoing(stored: Stored, saved: str, name: str) -> Outgoing:
         for box in blocks_of(whole, step):
             block = buffer[: box.numel].view(box.size)
             stored.read(saved, box, into=block)
-            yield block
+            yield adapters.added(saved, block, box)
 
     return Outgoing(name, dtype, shape, blocks)
 

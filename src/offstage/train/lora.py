@@ -3,7 +3,7 @@
 
     add_adapters(model, settings)       # on meta or with weights; names and bits of the model's own weights stay
     initialize_adapters(model, seed)    # once they are allocated
-    merged(name, weight, state, scale)  # for export: plain weights; or adapter_state and adapter_config, for peft
+    merged(weight, a, b, scale)         # a plain weight again; `adapter_files.py` uses it for export
 
 A layer with weight W [out, in] computes ``x Wᵀ + scale (x Aᵀ) Bᵀ`` with A [rank, in] and B [out, rank]. B begins as
 zeros, so that training begins with the model as it was. The factors are parameters of the layer itself,
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -104,25 +104,18 @@ def initialize_adapters(module: nn.Module, seed: int) -> None:
 # Export #
 
 
-def merged(name: str, weight: torch.Tensor, state: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """The weight called `name` with its adapter in `state` added, in its own dtype; itself if it has none."""
-    layer = name.removesuffix(".weight")
-    if f"{layer}.{A}" not in state:
-        return weight
-    a, b = (state[f"{layer}.{factor}"].to(weight.device, torch.float32) for factor in (A, B))
-    return (weight.float() + scale * (b @ a)).to(weight.dtype)
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    """A weight, or some rows and columns of it, with those of its adapter added; in its own dtype."""
+    return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
-def adapter_state(state: Mapping[str, torch.Tensor], prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The factors in `state` under the names that peft gives them; `prefix` is in ours and not in the package's."""
-    for name, tensor in state.items():
-        if is_adapter(name):
-            yield f"base_model.model.{name.removeprefix(prefix)}.weight", tensor
+def name_for_peft(name: str) -> str:
+    """What peft calls the factor `name` of a transformers model."""
+    return f"base_model.model.{name}.weight"
 
 
-def adapter_config(names: Iterable[str], settings: LoraSettings, *, base: str | None, prefix: str = "") -> str:
-    """`adapter_config.json` of peft. `names`: of all tensors of the model; `base`: where its own weights are."""
-    layers = [name.removeprefix(prefix).rpartition(".")[0] for name in names if name.endswith(A)]
+def config_for_peft(names: Iterable[str], settings: LoraSettings, base: str) -> str:
+    """`adapter_config.json` of peft. `names`: of the factors; `base`: the folder of the model's own weights."""
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -131,7 +124,7 @@ def adapter_config(names: Iterable[str], settings: LoraSettings, *, base: str | 
         "lora_alpha": settings.scale * settings.rank,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted(layers),
+        "target_modules": sorted({name.rpartition(".")[0] for name in names}),
         "inference_mode": True,
     }
     return json.dumps(values, indent=1) + "\n"

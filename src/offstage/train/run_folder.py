@@ -23,12 +23,16 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from offstage import OffstageError
 from offstage.train.reading import BadFileError, read_object
+
+TOKENS = "tokens-*"
+"""Files of tokens, and what is about them."""
 
 
 class RunFolder:
@@ -49,7 +53,10 @@ class RunFolder:
         self.tokenizer = self.path / "tokenizer"
         self.wandb = self.path / "wandb.json"
         self.begun = False
-        """Whether the run has been accepted. Until then, what it makes here is removed if it fails."""
+        """Whether the run has been accepted. Until then, what it makes here is removed if it fails.
+
+        Tokens stay: making them may have taken hours.
+        """
         self._lock = self.path / ".lock"
 
     @contextlib.contextmanager
@@ -69,9 +76,16 @@ class RunFolder:
                 yield self
             except BaseException:
                 if not self.begun:
-                    made = set(self.path.iterdir()).difference(found, missing)
-                    _remove([*made, *missing])
+                    self._remove_made(found.union(missing))
+                    _remove(missing)
                 raise
+
+    def _remove_made(self, others: set[Path]) -> None:
+        """Remove what is in the folder besides `others` and complete files of tokens."""
+        made = set(self.path.iterdir()).difference(others)
+        for folder in made & {self.tensorboard, self.wandb.with_suffix("")}:
+            shutil.rmtree(folder, ignore_errors=True)
+        _remove(path for path in made if not path.match(TOKENS))
 
     def _take(self, lock: TextIO) -> None:
         try:

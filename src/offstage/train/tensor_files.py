@@ -219,11 +219,11 @@ def write_tensors(folder: Path, tensors: Sequence[Outgoing], most_bytes: int) ->
             shards.append([])
         shards[-1].append(tensor)
     if len(shards) == 1:
-        _write_file(folder / SINGLE, shards[0])
+        write_file(folder / SINGLE, shards[0])
         return
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     for name, shard in zip(names, shards, strict=True):
-        _write_file(folder / name, shard)
+        write_file(folder / name, shard)
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors)},
         "weight_map": {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
@@ -231,7 +231,8 @@ def write_tensors(folder: Path, tensors: Sequence[Outgoing], most_bytes: int) ->
     write_synced(folder / INDEX, [json.dumps(index, indent=2).encode()])
 
 
-def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
+def write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
+    """Write one new file."""
     names = {dtype: name for name, dtype in FORMATS.items()}
     header: dict[str, Mapping[str, Any]] = {"__metadata__": {"format": "pt"}}
     end = 0
