@@ -16,9 +16,9 @@ from offstage.planning.sizes import ParamSize
 
 SLOTS_SHARE = 0.25
 """Slots together take at most this share of the state that goes through them, unless `chunk_bytes` is given."""
-_LEAST_JUDGED = int(3 * MIN_CHUNK_BYTES / SLOTS_SHARE)
-"""Less state than this is offloaded without a saving too: three of the smallest slots are more than their share of it,
-and a device gives memory in larger blocks."""
+_LEAST_JUDGED = 1024**2
+"""Less state than this may leave without a saving: torch packs allocations of up to this size into common blocks, so
+that neither what leaves nor its slots are seen from outside."""
 HOST_CHUNK = 3
 """Chunks that the CPU updates are this many times larger than others: every chunk costs its threads some time
 under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
