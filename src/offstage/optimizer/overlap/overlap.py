@@ -164,12 +164,14 @@ class Overlap:
         with self._owner.turn, torch.no_grad(), deferred_interrupts():
             if param.grad is None:  # zeroed by another thread, while this one waited for its turn
                 return
-            for engine, _ in self._owner.places.by_engine([param]):
-                if self._off or self._captured(engine):
-                    return
+            found = self._owner.places.place_of(param)
+            if found is None or self._off or self._captured(found[0]):
+                return
             if not self._fired and not self._accumulating:
-                self._begin_backward()  # which may place parameters anew
-            for engine, (state,) in self._owner.places.by_engine([param]):
+                self._begin_backward()
+                found = self._owner.places.place_of(param)  # it may have another place now
+            if found is not None:
+                engine, state = found
                 self._gradient_ready(state, engine)
 
     def _begin_backward(self) -> None:
