@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do updates on the host and a model whose Python is busy slow each other down?
 
-    python -m benchmarks.beside                    three models, about a minute on one H200
+    python -m benchmarks.beside                    six models, about two minutes on one H200
     python -m benchmarks.beside llama --threads 8  one model, other threads
     python -m benchmarks.beside --size small       anywhere with transformers: does it run?
 
@@ -25,7 +25,7 @@ import offstage
 from benchmarks import harness
 from benchmarks.common import DEVICE, Row, clean_up, now, synchronize
 from benchmarks.harness import Case, at_least, at_most
-from benchmarks.models import MODELS
+from benchmarks.models import CASES, MODELS
 
 NUM_PARAMS = {"full": 48 * 2**24, "small": 2**16}
 MIN_RATE, MAX_MODEL = 0.85, 1.05
@@ -120,7 +120,7 @@ def measure(case: Case, size_name: str, threads: int | None) -> Row:
 def main() -> None:
     parser = harness.command(__doc__)
     parser.add_argument("--threads", type=int)
-    options = harness.parse(parser, harness.cases_of(MODELS))
+    options = harness.parse(parser, CASES)
     harness.run("beside", options.cases, lambda case: measure(case, options.size, options.threads))
 
 

@@ -4,6 +4,7 @@
 import functools
 import gc
 import importlib
+import inspect
 import threading
 import weakref
 
@@ -13,6 +14,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from torch import nn
 
 import offstage
+from offstage.lanes import host_threads as threads_of_host
 from offstage.lanes.host_threads import HostThreads
 from offstage.lanes.promises import Promise, promised_after
 from offstage.optimizer.optimizer import runtime_of
@@ -133,3 +135,22 @@ def test_the_collector_is_known_to_run():
     gc.collect()
     assert seen == [False]
     assert host.may_wait_for_threads()
+
+
+def test_ctrl_c_is_not_lost_in_the_garbage_collector():
+    """What a callback of the collector raises is ignored, a KeyboardInterrupt too: ours run no Python."""
+    ours = [callback for callback in gc.callbacks if getattr(callback, "__self__", None) is threads_of_host._phase]
+    assert len(ours) == 2
+    assert all(inspect.isbuiltin(callback) for callback in ours)
+    seen = []
+
+    class Finalized:
+        def __del__(self):
+            seen.append(threads_of_host.may_wait_for_threads())
+
+    cycle = Finalized()
+    cycle.itself = cycle
+    del cycle
+    gc.collect()
+    Finalized()
+    assert seen == [False, True]

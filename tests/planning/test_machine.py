@@ -520,5 +520,6 @@ def test_table():
         "AdamW, 1 thread        15.0 GB/s = 0.50 Gparam/s",
         "AdamW, 4 threads       60.0 GB/s = 2.00 Gparam/s",
         "AdamW, 16 threads     126.0 GB/s = 4.20 Gparam/s",
+        "giving work            25.0 us of the host's time",
         "AdamW in cache         0.60 Gparam/s per thread",
     ]

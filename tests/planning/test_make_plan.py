@@ -165,7 +165,7 @@ def test_every_candidate_has_a_verdict():
 def test_a_share_that_fits_the_device_is_chosen():
     """Gradients that wait for step() take memory, and a faster share leaves fewer of them."""
     work = Workload(backward_ms=60)
-    both = OffloadConfig(update_in_backward=True, overlap_forward=True, update_on="auto", chunk_bytes="4MiB")
+    both = OffloadConfig(update_in_backward=True, overlap_forward=True, update_on="auto", chunk_bytes="32MiB")
     host = dataclasses.replace(both, update_on="host")
     peak = {
         config.update_on: make_plan(MODEL, machine(), config, workload=work).prediction.device_peak_bytes

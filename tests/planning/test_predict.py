@@ -25,8 +25,6 @@ ROWS = Path(__file__).parents[2] / "benchmarks" / "results" / "overlap.jsonl"
 PLANS = ROWS.with_name("plans.jsonl")
 WINDOWS_ARE_OPEN_SINCE = "2026-11-15T09:41"
 """Before, `benchmarks.plans` began to measure after one iteration, in which a window does not open yet."""
-FURTHER_OFF = {"a window of 2 GiB, 20% by the CPU, 3GiB": 0.17}
-"""Plans that were not predicted within 15%, and how far off they may be. docs/planning.md names them."""
 FORWARD_SHARE = 0.25
 """Of forward and backward together: every block is checkpointed, so backward computes the forward again and then twice
 as much. The rows agree: with `overlap_forward`, the mean over n iterations, the last of which nothing hides, is above
@@ -122,10 +120,10 @@ def predicted_where_it_ran(row: dict):
 
 @pytest.mark.parametrize("name", plans_measured())
 def test_plans_are_predicted_from_the_machine_they_ran_on(name):
-    """Bytes within 2% and iterations within 15%, but for the plans named above, by the arithmetic as it is now."""
+    """Bytes within 2% and iterations within 15%, by the arithmetic as it is now."""
     row = plans_measured()[name]
     found = predicted_where_it_ran(row)
-    assert found.iteration_ms == pytest.approx(row["measured_ms"], rel=FURTHER_OFF.get(name, 0.15))
+    assert found.iteration_ms == pytest.approx(row["measured_ms"], rel=0.15)
     assert found.device_state_bytes == pytest.approx(row["device_state_bytes"][0], rel=0.02)
     assert found.host_bytes == pytest.approx(row["host_bytes"][0], rel=0.02)
     assert found.bytes_up == pytest.approx(row["bytes_to_device"][0], rel=0.02)
@@ -139,7 +137,6 @@ def test_most_plans_are_predicted_closely():
         name: abs(predicted_where_it_ran(row).iteration_ms / row["measured_ms"] - 1)
         for name, row in plans_measured().items()
     }
-    assert {name for name, error in errors.items() if error > 0.15} == set(FURTHER_OFF)
     assert statistics.median(errors.values()) < 0.04
 
 
@@ -177,7 +174,7 @@ def test_ranks_share_memory_and_threads_but_not_the_link():
 def test_threads_are_the_users_choice():
     few, all_of_them = rates_of(machine(), 1, 4, 30), rates_of(machine(), 1, None, 30)
     assert few.cpu == pytest.approx(1e6 * 57 / 30)
-    assert all_of_them.cpu == pytest.approx(1e6 * 155 / 30)
+    assert all_of_them.cpu == pytest.approx(1e6 * machine().host_update_rate(14), rel=1e-6)  # two are the loop's
 
 
 def test_a_window_is_fetched_under_backward_only():

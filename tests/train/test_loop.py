@@ -180,7 +180,7 @@ def test_activations(mode, kept, tmp_path, monkeypatch):
     assert differences(done.checkpoint, kept.checkpoint) == []
     (training,) = found
     assert len(training.passes.model.checkpointed) == num_checkpointed
-    assert bool(sum(handle.bytes_left for handle in training.activations)) == leaves
+    assert bool(sum(handle.bytes_offloaded for handle in training.activations)) == leaves
     assert bool(sum(handle.bytes_returned for handle in training.activations)) == leaves
 
 

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 _LONGEST_JOIN_S = 10.0
 _NAME = "offstage-host-"
-_collecting: set[int] = set()
-"""Threads in which the garbage collector runs."""
+_phase: set[str] = set()
+"""The letters of what the garbage collector has said last: "start" or "stop". Kept by methods of a set and not by a
+function of Python, in which Ctrl-C would raise a KeyboardInterrupt that the collector ignores: it would be lost."""
+gc.callbacks += [_phase.intersection_update, _phase.update]  # empty it, and then add the letters
 _owners: weakref.WeakKeyDictionary[_Jobs, weakref.ref[HostThreads]] = weakref.WeakKeyDictionary()
 _here = threading.local()
 """`is_host_thread`, in those of this module."""
@@ -275,14 +277,7 @@ def may_wait_for_threads() -> bool:
     Not in one of them, which would wait for itself; nor while the garbage collector runs, which interrupts a thread
     anywhere: it may hold a lock (of numba's compiler, of an import, of `threading`) that they need to go on.
     """
-    return threading.get_ident() not in _collecting and not hasattr(_here, "is_host_thread")
-
-
-def _notice_collection(phase: str, _: object) -> None:
-    (_collecting.add if phase == "start" else _collecting.discard)(threading.get_ident())
-
-
-gc.callbacks.append(_notice_collection)
+    return "a" not in _phase and not hasattr(_here, "is_host_thread")
 
 
 def _end(queue: _Jobs, threads: list[threading.Thread], owner: int) -> None:

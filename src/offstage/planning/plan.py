@@ -19,9 +19,9 @@ from offstage.planning.sizes import Columns, Mask, Numbers, ParamSize, largest, 
 
 SLOTS_SHARE = 0.25
 """Slots together take at most this share of the state that goes through them, unless `chunk_bytes` is given."""
-_LEAST_JUDGED = int(3 * MIN_CHUNK_BYTES / SLOTS_SHARE)
-"""Less state than this is offloaded without a saving too: three of the smallest slots are more than their share of it,
-and a device gives memory in larger blocks."""
+_LEAST_JUDGED = 1024**2
+"""Less state than this may leave without a saving: torch packs allocations of up to this size into common blocks, so
+that neither what leaves nor its slots are seen from outside."""
 HOST_SLOTS = 4
 """Staging buffers on the host for chunks that the CPU updates: one is filled from the device, two are updated (threads
 that finish one go on to the next), one is copied back."""

@@ -159,7 +159,7 @@ def rates_of(machine: Machine, ranks: int, threads: int | None, update_bytes_per
         up=1e6 * max(machine.link_up_gb_per_s, machine.link_duplex_gb_per_s),
         down=1e6 * max(machine.link_down_gb_per_s, machine.link_duplex_gb_per_s),
         duplex=1e6 * machine.link_duplex_gb_per_s,
-        cpu=1e6 * min(update_rate(mine), update_rate(max(machine.threads, mine)) / ranks),
+        cpu=1e6 * min(update_rate(mine), update_rate(ranks * mine) / ranks),
         # Host memory carries at least what one link was measured to move in both directions.
         dram=1e6 * max(_TOGETHER * alone, 2 * machine.link_duplex_gb_per_s) / ranks,
         device=1e6 * machine.device_gb_per_s,

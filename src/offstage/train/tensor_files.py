@@ -188,8 +188,10 @@ def _read_into(descriptor: int, position: int, memory: memoryview, file: Path | 
     while len(memory):
         count = os.preadv(descriptor, [memory], position)
         if not count:
-            where = "" if file is None else f"{file}: "
-            raise BadFileError(f"{where}expected {len(memory):,} more bytes; found that the file ends at {position:,}")
+            where, size = "" if file is None else f"{file}: ", os.fstat(descriptor).st_size
+            raise BadFileError(
+                f"{where}expected {len(memory):,} bytes from byte {position:,} on; found that the file ends at {size:,}"
+            )
         memory, position = memory[count:], position + count
 
 
