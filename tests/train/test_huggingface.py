@@ -134,12 +134,13 @@ def test_a_new_run_replaces_what_an_old_one_kept(transformers, tmp_path):
 
 def test_what_a_run_says_about_its_weights(transformers, tmp_path, capsys):
     saved(transformers, tmp_path / "source", dtype=torch.bfloat16)
+    (tmp_path / "source/tokenizer.json").touch()
     loop.run(build_config(with_weights(tmp_path / "run", tmp_path / "source", run={"steps": 1})))
     said = capsys.readouterr().out
     assert (
         f"beginning with the weights in {tmp_path}/source: 30 tensors, 77.4 KiB in bfloat16, held in float32 " in said
     )
-    assert "(model.dtype=auto on cpu)" in said
+    assert "(model.dtype=auto on cpu). The data is bytes, which are other tokens than the weights': add " in said
     values = values_of(tmp_path / "other", run={"steps": 1})
     loop.run(build_config({**values, "model": {"transformers": str(tmp_path / "source")}}))
     said = capsys.readouterr().out
@@ -345,9 +346,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(stand_in_package, tmp_path):
     stand_in.save_weights(tmp_path / "source")
     model = build(ModelSettings(weights=str(tmp_path / "source")), device="cpu", dtype=torch.float32, sequence=16)
     os.truncate(tmp_path / "source/model.safetensors", 6000)
-    with pytest.raises(
-        ConfigError, match=r"bytes from byte .* the file ends at 6,000\. The file is damaged"
-    ):
+    with pytest.raises(ConfigError, match=r"bytes from byte .* the file ends at 6,000\. The file is damaged"):
         model.weights.load(model.lm)
 
 

@@ -4,6 +4,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -192,11 +193,13 @@ def test_a_run_with_a_tokenizer(tokenizer, tmp_path):
     """It resumes with the same bits, writes text, keeps the tokenizer, and notices other data but not another time."""
     text = tmp_path / "text.txt"
     text.write_text(Path(README).read_text())
-    data = {"data": {"paths": (str(text),), "tokenizer": str(tokenizer)}}
+    original = shutil.copytree(tokenizer, tmp_path / "original")
+    data = {"data": {"paths": (str(text),), "tokenizer": str(original)}}
     whole = train(tmp_path / "whole", "off", run={"steps": 4}, **data)
     train(tmp_path / "run", run={"steps": 4, "save_every": 2, "sample_every": 4, "sample_bytes": 5}, **data)
     (tmp_path / "run/checkpoints/step-00000004").rename(tmp_path / "elsewhere")
     os.utime(text, ns=(0, 1))  # the same text, read again
+    shutil.rmtree(original)  # the run has its own
     resumed = train(tmp_path / "run", run={"steps": 4}, **data)
     assert differences(whole.checkpoint, resumed.checkpoint) == []
     assert losses_of(tmp_path / "whole") == losses_of(tmp_path / "run")

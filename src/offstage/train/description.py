@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run keeps in its folder about a transformers model, and what it says about the weights it begins with.
 
-`RUN/model/` has the config.json that the model was built from, and its generation_config.json if there was one: with
-them a run is resumed and exported when the folder that it began from is gone.
+`RUN/model/` has the config.json that the model was built from, and its generation_config.json if there was one;
+`RUN/tokenizer/` has the tokenizer. With them a run is resumed and exported when the folder that it began from is gone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 
 from offstage import ConfigError
 from offstage.train.causal_lm import CausalLM, description_of
-from offstage.train.config import ModelSettings
+from offstage.train.config import DataSettings, ModelSettings
 from offstage.train.pretrained import weight_files
 from offstage.train.reading import BadFileError, read_bytes
 from offstage.train.run_folder import RunFolder
+from offstage.train.tokenizer import FILE as TOKENIZER
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
@@ -59,7 +60,17 @@ def without_weights(settings: ModelSettings, folder: RunFolder) -> ModelSettings
     return dataclasses.replace(settings, transformers=named, weights=None)
 
 
-def first_weights(settings: ModelSettings, model: Any, device: torch.device) -> str | None:
+def with_tokenizer(settings: DataSettings, folder: RunFolder) -> DataSettings:
+    """The same data; with the run's copy of the tokenizer if the original is gone."""
+    gone = settings.tokenizer is not None and not Path(settings.tokenizer).expanduser().exists()
+    return (
+        dataclasses.replace(settings, tokenizer=str(folder.tokenizer))
+        if gone and folder.tokenizer.is_dir()
+        else settings
+    )
+
+
+def first_weights(settings: ModelSettings, model: Any, device: torch.device, *, tokenizer: str | None) -> str | None:
     """A sentence about the weights that a new run of a transformers model begins with."""
     if settings.described_by is None:
         return None
@@ -67,7 +78,11 @@ def first_weights(settings: ModelSettings, model: Any, device: torch.device) -> 
     if model.weights is not None:
         dtype = str(settings.dtype_on(device)).removeprefix("torch.")
         why = f"model.dtype=auto on {device.type}" if settings.dtype == "auto" else "model.dtype"
-        return f"beginning with the weights in {model.weights.folder}: {model.weights}, held in {dtype} ({why})"
+        said = f"beginning with the weights in {model.weights.folder}: {model.weights}, held in {dtype} ({why})"
+        if tokenizer is None and (model.weights.folder / TOKENIZER).is_file():
+            where = model.weights.folder
+            said += f". The data is bytes, which are other tokens than the weights': add --data.tokenizer {where}"
+        return said
     said = f"beginning with random weights: model.transformers={settings.described_by} gives the model's shape only"
     source = description_of(settings.described_by)
     if source is not None and (files := weight_files(source.parent)):

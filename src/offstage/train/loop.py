@@ -30,9 +30,9 @@ from offstage.config import format_size
 from offstage.memory.allocation_history import AllocationHistory
 from offstage.optimizer.optimizer import runtime_of
 from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
-from offstage.train.config import TrainConfig, resolved, to_toml
+from offstage.train.config import DataSettings, TrainConfig, resolved, to_toml
 from offstage.train.data import Batches, Feed
-from offstage.train.description import first_weights, keep, without_weights
+from offstage.train.description import first_weights, keep, with_tokenizer, without_weights
 from offstage.train.determinism import deterministic, explained_errors
 from offstage.train.extras import check_packages
 from offstage.train.memory_needs import check_memory
@@ -136,11 +136,11 @@ class Training:
         with contextlib.ExitStack() as open_until_closed:
             to_build = self._to_build()
             with ranks.failing_together("Checking the memory"):
-                self.encoder = encoder_for(config.data)
+                self.encoder = encoder_for(to_build.data)
                 # All ranks have claimed theirs before one of them takes any.
                 claim = open_until_closed.enter_context(check_memory(to_build, parallel, self.encoder.vocabulary))
             with ranks.failing_together("Reading the data"):
-                self.feed, self._eval_data = self._open_data(check)
+                self.feed, self._eval_data = self._open_data(to_build.data, check)
             if self._predicts:
                 measure_machine(parallel.device)  # now, while the device is empty; the result is cached
             with ranks.failing_together("Building the model"), explained_errors(config, building=True):
@@ -154,8 +154,8 @@ class Training:
             self.meter = Meter(self.optimizer, parallel.device, tokens)
             self._open = open_until_closed.pop_all()
 
-    def _open_data(self, check: Callable[[], object]) -> tuple[Feed, Any]:
-        data, parallel = self.config.data, self.parallel
+    def _open_data(self, data: DataSettings, check: Callable[[], object]) -> tuple[Feed, Any]:
+        parallel = self.parallel
         # Any rank may be the one that prepares the data.
         reporting = self._progress if parallel.first else progress_for(self.config.run.progress, first=True)
         corpus = corpus_for(data, self.folder.path, reporting.say, check)
@@ -174,9 +174,11 @@ class Training:
 
     def _to_build(self) -> TrainConfig:
         """A checkpoint brings all weights: what model.weights names is not read, and need not be there any more."""
+        config, folder = self.config, self.folder
         if self.checkpoints.to_resume() is None:
-            return self.config
-        return dataclasses.replace(self.config, model=without_weights(self.config.model, self.folder))
+            return config
+        model, data = without_weights(config.model, folder), with_tokenizer(config.data, folder)
+        return dataclasses.replace(config, model=model, data=data)
 
     def _make_optimizer(self) -> OffloadedOptimizer:
         settings, model = self.config.optimizer, self.passes.model
@@ -425,7 +427,8 @@ class Training:
                 parameters=parameters,
                 net_saved_bytes=plan.net_saved_bytes,
             )
-            begins = first_weights(self.config.model, self.passes.model, self.parallel.device)
+            tokenizer = self.config.data.tokenizer
+            begins = first_weights(self.config.model, self.passes.model, self.parallel.device, tokenizer=tokenizer)
             if not self.step and begins is not None:
                 self._progress.say(begins)
 
