@@ -71,7 +71,9 @@ class ImageModel(nn.Module):
         self.model = model
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        labels = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        # A label of its own for each: where all are the same, the loss and soon the moments become denormal numbers,
+        # with which the CPU computes several times more slowly.
+        labels = torch.arange(len(images), device=images.device)
         loss: torch.Tensor = self.model(pixel_values=images, labels=labels).loss
         return loss
 
