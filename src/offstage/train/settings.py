@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -35,6 +36,15 @@ def field_types(cls: type) -> dict[str, Any]:
     """The types of a dataclass's fields."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def at_least(least: float, value: float, name: str) -> None:
+    """Raise if the setting `name` is smaller."""
+    if not (math.isfinite(value) and value >= least):
+        whole = "whole " if isinstance(least, int) else ""
+        raise ConfigError(
+            f"{name} expects a {whole}number of at least {least:g}; found {value}. Leave it out for the default."
+        )
 
 
 def checked(settings: Any, section: str) -> None:
