@@ -87,8 +87,8 @@ Write the weights of a run's newest checkpoint to a new folder, as safetensors.
 
 A run with --model.weights or --model.transformers gives a folder that transformers loads: config.json, weights, and the
 tokenizer if one was used. A run with --model.size gives the weights and the run's settings; transformers has no such
-model. Adapters of LoRA are added to their weights; beside them, adapter/ has them alone, for peft, if the run had
---model.weights. Needs no accelerator. The folder appears when it is complete."""
+model. Adapters of LoRA are added to their weights; of a run with --model.weights, adapter/ beside them has the adapters
+alone, for peft. Needs no accelerator. The folder appears when it is complete."""
 
 DOCTOR_HELP = """\
 Look at accelerator, link, memory, pinning, CPUs, limits and versions; say what is wrong and how to fix it.
