@@ -88,4 +88,6 @@ def _by_loops(sizes, budget, share, placed):
 
 def test_two_summed_parameters_stand_for_all():
     sizes = _random_sizes(random_module.Random(1))
-    assert Totals.of(Columns.of(sizes).summed(), 0.5, sum(size.state_bytes > 0 for size in sizes)) == Totals.of(sizes, 0.5)
+    assert Totals.of(Columns.of(sizes).summed(), 0.5, sum(size.state_bytes > 0 for size in sizes)) == Totals.of(
+        sizes, 0.5
+    )
