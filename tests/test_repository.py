@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 PYTHON = [*SOURCES, *sorted(p for d in ("tests", "benchmarks", "examples") for p in (ROOT / d).rglob("*.py"))]
-KNOW_CUDA = {"arena.py", "accelerator.py", "adamw_triton.py"}
+KNOW_CUDA = {"allocation_history.py", "arena.py", "accelerator.py", "adamw_triton.py"}
 
 
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))

@@ -431,7 +431,7 @@ def test_no_checkout(elsewhere, monkeypatch, capsys):
 
 # Docs #
 
-PAGES = ["quick_start.md", "cookbook.md", "flags.md"]
+PAGES = ["quick_start.md", "cookbook.md", "flags.md", "training_data.md"]
 
 
 def commands(page: str) -> list[str]:

@@ -35,6 +35,13 @@ from tests.support.training import lazily
 WIDTH, LAYERS = 44, 8
 CHUNKS = LAYERS
 CHUNK = {"min_bytes": 0, "chunk_bytes": "16KiB", "slots": 2}
+
+
+def _without_slots(config: dict[str, Any]) -> dict[str, None]:
+    """Where the CPU updates everything there are none."""
+    return {"slots": None} if config.get("update_on") == "host" else {}
+
+
 """One layer's state to a chunk."""
 DELAYS_MS = {Lane.FETCH: 0.3, Lane.UPDATE: 0.6, Lane.STORE: 0.9, Lane.GRADIENTS_DOWN: 0.2, Lane.WEIGHTS_UP: 0.4}
 HOST_MS = 2.0
@@ -90,7 +97,9 @@ class Training:
             if on_host:
                 offload_activations(self.model, layers=list(self.model), weights=True, min_bytes=0)
             adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-            self.optimizer: OffloadedOptimizer = offstage.offload(adamw, self.model, **{**CHUNK, **config})
+            self.optimizer: OffloadedOptimizer = offstage.offload(
+                adamw, self.model, **{**CHUNK, **config, **_without_slots(config)}
+            )
 
     @property
     def engine(self) -> Engine:

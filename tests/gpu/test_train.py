@@ -2,6 +2,7 @@
 """The trainer on an accelerator: bits that repeat, no waiting for the device, and what rows say about it."""
 
 import json
+import pickle
 
 import pytest
 import torch
@@ -99,6 +100,18 @@ def test_the_observed_step_and_the_prediction(tmp_path):
     assert observed["lanes"]["fetch"]
     plan = json.loads((tmp_path / "run.json").read_text())["plan"]
     assert plan["prediction"]["iteration_ms"] > 0
+
+
+def test_a_memory_snapshot(resident, tmp_path):
+    """With the stack of what allocated the model, which lived before the observed step; the bits are the same."""
+    done = go(tmp_path, "forward", run={"observe_step": 3, "memory_snapshot": True})
+    assert losses_of(tmp_path) == losses_of(resident.folder)
+    assert done.step == 8
+    snapshot = pickle.loads((tmp_path / "memory_snapshot.pickle").read_bytes())
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    files = {frame["filename"] for block in blocks for frame in block.get("frames", ())}
+    assert any(name.endswith("offstage/train/passes.py") for name in files)
+    assert any(event["action"] == "alloc" for event in snapshot["device_traces"][0])
 
 
 def test_operations_that_do_not_repeat(tmp_path, monkeypatch):

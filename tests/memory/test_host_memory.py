@@ -14,6 +14,7 @@ from torch import nn
 
 import offstage
 from offstage import checkpoint
+from offstage.config import format_size
 from offstage.errors import HostMemoryError
 from offstage.memory import arena, claims
 from offstage.memory.arena import check_host_memory
@@ -292,10 +293,10 @@ def test_activations_claim_their_slab_while_they_take_it(host):
 
 
 def made(**config):
-    """2 MiB of weights, with 4 MiB of state and as much in slots."""
+    """2 MiB of weights, with 4 MiB of state and 3 MiB in slots."""
     model = nn.Linear(512, 1024, bias=False)
     inner = torch.optim.AdamW(model.parameters())
-    return model, offstage.offload(inner, model, **{"min_bytes": 0, **config})
+    return model, offstage.offload(inner, model, **{"min_bytes": 0, "chunk_bytes": "1MiB", **config})
 
 
 def step(model, optimizer, *, clip=None):
@@ -307,10 +308,11 @@ def step(model, optimizer, *, clip=None):
 
 
 COUNTED = {
-    "streamed": ({}, 4, {"gradients": 2, "slots": 12}),
+    "streamed": ({}, 4, {"gradients": 2, "slots": 3}),
+    "slots by size": ({"chunk_bytes": None}, 4, {"gradients": 2, "slots": 63 / 64}),
     "small slots": ({"chunk_bytes": "1MiB", "slots": 2}, 4, {"gradients": 2, "slots": 2}),
     "window": ({"chunk_bytes": "1MiB", "slots": 2, "window": "all"}, 4, {"gradients": 2, "slots": 6}),
-    "on the host": ({"update_on": "host"}, 4 + 4 * 4, {"gradients": 2}),
+    "on the host": ({"update_on": "host", "chunk_bytes": "2MiB"}, 4 + 4 * 4, {"gradients": 2}),
 }
 
 
@@ -318,12 +320,12 @@ COUNTED = {
 def test_on_a_cpu_gradients_and_slots_count(host, case):
     """Exactly what the first step takes beside the state, and each part is named."""
     config, state, beside = COUNTED[case]
-    need = (state + sum(beside.values())) * MIB
+    need = int((state + sum(beside.values())) * MIB)
     allow(host, need - 1)
     with pytest.raises(HostMemoryError) as info:
         made(**config)
     for name, mib in beside.items():
-        assert f"{mib}.0 MiB for {name}" in str(info.value)
+        assert f"{format_size(mib * MIB)} for {name}" in str(info.value)
     assert f"The state needs {state}.0 MiB of host memory" in str(info.value)
     allow(host, need)
     model, optimizer = made(**config)
@@ -359,15 +361,13 @@ def test_nothing_is_needed_where_nothing_leaves(host):
 
 
 def test_a_replan_counts_the_new_arenas_and_slots(host):
-    allow(host, 18 * MIB)
+    allow(host, 9 * MIB)
     model, optimizer = made()
     step(model, optimizer)
     optimizer.zero_grad()
     allow(host, 6 * MIB)  # beside what was taken
-    with pytest.raises(
-        HostMemoryError, match=r"needs 4\.0 MiB of host memory, 2\.0 MiB for gradients, 12\.0 MiB for s"
-    ):
-        optimizer.replan(chunk_bytes="8MiB")
+    with pytest.raises(HostMemoryError, match=r"needs 4\.0 MiB of host memory, 2\.0 MiB for gradients, 3\.0 MiB for s"):
+        optimizer.replan(slots=3)
     with pytest.raises(HostMemoryError, match=r"2\.0 MiB for gradients, 2\.0 MiB for slots"):
         optimizer.replan(chunk_bytes="1MiB", slots=2)
     allow(host, 8 * MIB)
@@ -378,16 +378,16 @@ def test_a_replan_counts_the_new_arenas_and_slots(host):
 
 
 def test_a_dropped_optimizer_claims_nothing(host):
-    allow(host, 18 * MIB)
+    allow(host, 9 * MIB)
     model_and_optimizer = made()
-    assert own_outstanding() > 8 * MIB
+    assert own_outstanding() > 4 * MIB
     del model_and_optimizer
     assert own_outstanding() == 0
     made()
 
 
 def test_two_optimizers_of_one_process_count_together(host):
-    allow(host, 18 * MIB)
+    allow(host, 9 * MIB)
     first = made()
     with pytest.raises(HostMemoryError, match="by this process"):
         made()

@@ -115,8 +115,17 @@ def test_the_planner_finds_the_best_share():
     }
     assert plan.prediction.exposed_ms <= min(times.values())
     assert 0.1 < plan.host_share < 0.5
-    share = choose_host_fraction(param_sizes(MODEL), machine(), AUTO)
-    assert plan == plan_placements(param_sizes(MODEL), OffloadConfig(host_fraction=share))
+
+
+@pytest.mark.parametrize("link", [50.0, 40.0, 30.0, 25.0, 12.0, 6.0])
+def test_in_a_loop_that_is_not_known_the_cpu_takes_part_only_where_it_gains_a_quarter(link):
+    there = machine(link_up_gb_per_s=link, link_down_gb_per_s=link, link_duplex_gb_per_s=link)
+    plan, streaming = make_plan(MODEL, there, AUTO), make_plan(MODEL, there, OffloadConfig(host_fraction=0.0))
+    gains = plan.prediction.exposed_ms < 0.75 * streaming.prediction.exposed_ms
+    assert gains == (link < 45)
+    share = choose_host_fraction(param_sizes(MODEL), there, AUTO)
+    expected = plan if gains else streaming
+    assert plan_placements(param_sizes(MODEL), OffloadConfig(host_fraction=share)) == expected
 
 
 def test_a_slow_cpu_is_left_out_and_a_slow_link_gives_it_all():

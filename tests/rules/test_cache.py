@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import offstage
+from offstage.lanes import compiled
 from offstage.rules import adamw_host
 
 STEP = """
@@ -28,7 +29,8 @@ def test_a_read_only_install_without_a_home(tmp_path):
     """Files stand where the folders of the cache would be: that binds the superuser too."""
     source = tmp_path / "src" / "offstage"
     shutil.copytree(Path(offstage.__file__).parent, source, ignore=shutil.ignore_patterns("__pycache__"))
-    (source / "rules" / "__pycache__").touch()
+    for room in ("rules", "lanes"):
+        (source / room / "__pycache__").touch()
     (tmp_path / "home").touch()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     environment |= {"PYTHONPATH": str(source.parent), "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(tmp_path / "home")}
@@ -52,7 +54,7 @@ class _Broken:
 
 @pytest.mark.parametrize(("use", "reason"), [("load_overload", "Ran out of input"), ("save_overload", "No space left")])
 def test_a_cache_that_breaks_costs_no_step(use, reason, caplog):
-    cache = adamw_host._DiskCache(_Broken())
+    cache = compiled.DiskCache(_Broken())
     assert getattr(cache, use)("signature", "data") is None
     assert cache.load_overload("signature", "target") is None  # given up: nothing is tried again
     assert reason in caplog.text
@@ -62,7 +64,7 @@ def test_a_cache_that_breaks_costs_no_step(use, reason, caplog):
 def test_the_cache_is_used_where_it_can_be():
     weight = torch.ones(8, dtype=torch.bfloat16)
     adamw_host.fingerprint(weight, torch.zeros(1, dtype=torch.int64))
-    assert isinstance(adamw_host._fingerprint._cache, adamw_host._DiskCache)
+    assert isinstance(adamw_host._fingerprint._cache, compiled.DiskCache)
     assert sum(adamw_host._fingerprint.stats.cache_hits.values()) + sum(
         adamw_host._fingerprint.stats.cache_misses.values()
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from offstage.train.tensor_files import Outgoing, write_tensors
 
 __version__ = "5.0.0"
 
@@ -38,7 +41,8 @@ LLAMA: dict[str, Any] = {
 
 class AutoConfig:
     @staticmethod
-    def from_pretrained(file: Path) -> SimpleNamespace:
+    def from_pretrained(file: Path, trust_remote_code: bool) -> SimpleNamespace:
+        assert not trust_remote_code
         try:
             return SimpleNamespace(**json.loads(file.read_text()))
         except json.JSONDecodeError as error:
@@ -109,3 +113,19 @@ class AutoModelForCausalLM:
     @staticmethod
     def from_config(config: SimpleNamespace, dtype: torch.dtype) -> CausalLM:
         return CausalLM(config, dtype)
+
+
+def save_weights(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], None] | None = None, **config: Any
+) -> CausalLM:
+    """A folder with the weights of a model, which is returned; `change` gets the tensors first."""
+    folder.mkdir(parents=True)
+    torch.manual_seed(2)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **config}))
+    lm = CausalLM(AutoConfig.from_pretrained(folder / "config.json", False), torch.float32)
+    tensors = {name: tensor.detach() for name, tensor in lm.state_dict().items() if name != "head.weight"}
+    if change is not None:
+        change(tensors)
+    outgoing = [Outgoing(name, one.dtype, tuple(one.shape), lambda one=one: [one]) for name, one in tensors.items()]
+    write_tensors(folder, outgoing, 2**30)
+    return lm

@@ -33,6 +33,7 @@ from offstage.train.settings import check, expected, field_types, from_text, nea
 SAMPLES = {
     "model.size": (["150M"], "150M"),
     "model.transformers": (["llama"], "llama"),
+    "model.weights": (["llama-1b/"], "llama-1b/"),
     "model.layers": (["3"], 3),
     "model.width": (["64"], 64),
     "model.heads": (["2"], 2),
@@ -42,7 +43,13 @@ SAMPLES = {
     "model.experts_per_token": (["2"], 2),
     "model.dtype": (["bfloat16"], "bfloat16"),
     "model.compile": ([], True),
+    "lora.rank": (["8"], 8),
+    "lora.alpha": (["16", "--lora.rank", "8"], 16.0),
+    "lora.targets": (["q_proj", "v_proj", "--lora.rank", "8"], ("q_proj", "v_proj")),
     "data.paths": (["a.txt", "b"], ("a.txt", "b")),
+    "data.column": (["text", "--data.paths", "a.jsonl"], "text"),
+    "data.tokenizer": (["folder"], "folder"),
+    "data.eos_token": (["</s>", "--data.tokenizer", "folder"], "</s>"),
     "data.sequence": (["128"], 128),
     "data.batch": (["2"], 2),
     "data.micro_batches": (["4"], 4),
@@ -94,8 +101,10 @@ SAMPLES = {
     "run.not_finite": (["stop"], "stop"),
     "run.most_not_finite": (["3"], 3),
     "run.progress": (["json"], "json"),
+    "run.track": (["wandb", "tensorboard"], ("wandb", "tensorboard")),
     "run.tensorboard": (["true"], True),
     "run.observe_step": (["0"], 0),
+    "run.memory_snapshot": (["true"], True),
     "run.deterministic": (["false"], False),
 }
 FLAGS = [f"{section}.{name}" for section, cls in SECTIONS.items() for name in field_types(cls)]
@@ -134,6 +143,10 @@ def test_every_setting_survives_toml(tmp_path):
     needs = {
         "activations.device_peak": {"mode": "auto"},
         "activations.fraction": {"mode": "offload"},
+        "lora.alpha": {"rank": 8},
+        "lora.targets": {"rank": 8},
+        "data.column": {"paths": ("a.jsonl",)},
+        "data.eos_token": {"tokenizer": "folder"},
         "offload.threads": {"update_on": "host"},
         "offload.device_peak": {"window": "auto"},
     }
@@ -224,6 +237,17 @@ MISTAKES = {
     "betas of one": (["--optimizer.betas", "1", "1"], "optimizer.betas expects two numbers from 0.0 to less than 1.0"),
     "a share above one": (["--offload.fraction", "2"], "offload: fraction expects a number from 0.0 to 1.0"),
     "no such device": (["--run.device", "gpu"], "run.device expects auto or a device of torch"),
+    "no such tracker": (
+        ["--run.track", "tensorbord"],
+        "--run.track expects a list, each one of 'tensorboard', 'wandb'",
+    ),
+    "a column of nothing": (
+        ["--data.column", "text"],
+        "data.column='text' names a column of data.paths; found no paths",
+    ),
+    "the end of no tokenizer": (["--data.eos-token", "x"], "is a token of data.tokenizer; found no tokenizer"),
+    "a scale of nothing": (["--lora.rank", "4", "--lora.alpha", "0"], "lora.alpha expects a number above 0; found 0.0"),
+    "a negative rank": (["--lora.rank", "-1"], "lora.rank expects a whole number of at least 0; found -1"),
     "no folder": (["--run.folder", ""], "run.folder expects the path of a folder"),
     "a growing cosine": (["--optimizer.last-lr-share", "2"], "optimizer.last_lr_share expects a share"),
 }
@@ -232,6 +256,7 @@ CONTRADICTIONS = {
     "off and a window": ["--offload.fraction", "0", "--offload.window", "1GiB"],
     "two kinds of model": ["--model.transformers", "llama", "--model.size", "1B"],
     "two sizes of model": ["--model.transformers", "llama", "--model.layers", "3"],
+    "a size beside weights": ["--model.weights", "llama-1b", "--model.size", "1B"],
     "evaluation without data": ["--data.eval-share", "0"],
     "split masters of fp32": ["--model.dtype", "float32", "--offload.master-weights", "split"],
     "a schedule without stages": ["--parallel.schedule", "GPipe"],
@@ -239,6 +264,7 @@ CONTRADICTIONS = {
     "updates in a pipeline's backward": [
         *("--parallel.stages", "2", "--data.micro-batches", "2", "--offload.update-in-backward"),
     ],
+    "targets of no adapters": ["--lora.targets", "out"],
     "a share of nothing": ["--activations.fraction", "0.5"],
     "a peak that is not asked": ["--activations.mode", "checkpoint", "--activations.device-peak", "1GiB"],
     "more experts than there are": ["--model.experts", "2", "--model.experts-per-token", "3"],

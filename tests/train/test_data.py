@@ -386,7 +386,7 @@ def test_iterates(text):
 
 
 def test_shorter_than_a_sequence(text):
-    message = r"at least one sequence of 1003 bytes and its last target, 1004 bytes in all; .*text has 1003. Give more"
+    message = r"at least one sequence of 1003 bytes and its last target, 1004 in all; .*text has 1003. Give more"
     with pytest.raises(ConfigError, match=message):
         make(Corpus([text]), sequence=1003)
     assert make(Corpus([text]), sequence=1002).num_sequences == 1

@@ -180,7 +180,7 @@ def test_activations(mode, kept, tmp_path, monkeypatch):
     assert differences(done.checkpoint, kept.checkpoint) == []
     (training,) = found
     assert len(training.passes.model.checkpointed) == num_checkpointed
-    assert bool(sum(handle.bytes_left for handle in training.activations)) == leaves
+    assert bool(sum(handle.bytes_offloaded for handle in training.activations)) == leaves
     assert bool(sum(handle.bytes_returned for handle in training.activations)) == leaves
 
 
@@ -291,6 +291,21 @@ def test_a_model_of_the_package(ranks, tmp_path):
     two = ranks.run(2, train_other, str(tmp_path / "two"), "streamed", data={"batch": 1}, **flat)
     assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "off"), rel=1e-4)
     assert tensors_of(two[0].checkpoint).keys() == tensors_of(expected.checkpoint).keys()
+
+
+def train_from(source, folder, batch):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", stand_in)
+        values = values_of(folder, run={"steps": 2}, data={"batch": batch})
+        return train_there({**values, "model": {"weights": str(source)}})
+
+
+def test_ranks_read_their_own_rows_of_weights(ranks, tmp_path):
+    stand_in.save_weights(tmp_path / "source")
+    one = train_from(tmp_path / "source", tmp_path / "one", 2)
+    two = ranks.run(2, train_from, tmp_path / "source", tmp_path / "two", 1)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-5)
+    assert tensors_of(two[0].checkpoint).keys() == tensors_of(one.checkpoint).keys()
 
 
 def test_another_model_of_the_package_is_refused(tmp_path):

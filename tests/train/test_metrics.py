@@ -16,12 +16,12 @@ import torch
 from offstage.errors import OffstageError
 from offstage.train import loop, progress, run_info, signals
 from offstage.train.metrics import Row
-from offstage.train.passes import sample_text
+from offstage.train.passes import sample_tokens
 from offstage.train.progress import progress_for
 from offstage.train.run_folder import RunFolder
 from offstage.train.signals import FAILED, StopRequests
 from tests.support.machines import machine
-from tests.support.trainer import losses_of, rows_of, train
+from tests.support.trainer import rows_of, train
 
 CPU = torch.device("cpu")
 KEYS = {
@@ -80,34 +80,6 @@ def test_a_failing_write_says_what_to_do(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(OffstageError, match=r"metrics.jsonl could not be written: .*run the same command again"):
         train(tmp_path, run={"steps": 2})
-
-
-def test_tensorboard_that_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(OffstageError, match=r"run.tensorboard=true needs the tensorboard package.*pip install"):
-        train(tmp_path, run={"tensorboard": True})
-
-
-def test_tensorboard(tmp_path, monkeypatch):
-    """Whatever is installed under that name gets every number of every row."""
-    written = []
-
-    class SummaryWriter:
-        def __init__(self, folder):
-            assert folder == str(tmp_path / "tensorboard")
-
-        def add_scalar(self, name, value, step):
-            written.append((name, value, step))
-
-        def close(self):
-            written.append("closed")
-
-    module = type(sys)("torch.utils.tensorboard")
-    module.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
-    train(tmp_path, run={"tensorboard": True, "steps": 3})
-    assert written[-1] == "closed"
-    assert [value for name, value, _ in written[:-1] if name == "loss"] == losses_of(tmp_path)
 
 
 def test_a_prediction_for_the_report(tmp_path, monkeypatch):
@@ -256,16 +228,17 @@ def test_samples_follow_the_model():
         nonsense[..., :256] = -50.0
         return nonsense.scatter(2, ((window + 1) % 256).unsqueeze(-1), 50.0)
 
-    assert sample_text(logits_of, b"abc", 12, sequence=8, seed=0) == b"defghijklmno"
+    assert sample_tokens(logits_of, b"abc", 12, vocabulary=256, sequence=8, seed=0) == list(b"defghijklmno")
 
 
 def test_samples_are_repeatable_and_leave_random_numbers_alone(tmp_path):
     state = torch.get_rng_state()
     flat = lambda window: torch.zeros(1, 8, 256)  # noqa: E731
-    drawn = [sample_text(flat, b"x", 20, sequence=8, seed=seed) for seed in (1, 1, 2)]
+    drawn = [sample_tokens(flat, b"x", 20, vocabulary=256, sequence=8, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert torch.equal(torch.get_rng_state(), state)
-    assert sample_text(lambda window: torch.full((1, 8, 256), torch.nan), b"x", 5, sequence=8, seed=0) == b""
+    broken = lambda window: torch.full((1, 8, 256), torch.nan)  # noqa: E731
+    assert sample_tokens(broken, b"x", 5, vocabulary=256, sequence=8, seed=0) == []
     RunFolder(tmp_path).append_sample(7, b"a", b"b\xff")
     assert RunFolder(tmp_path).samples.read_text() == "--- step 7 ---\n[a]b\\xff\n\n"
 

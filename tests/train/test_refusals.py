@@ -86,17 +86,19 @@ def test_a_model_of_transformers_that_the_host_cannot_hold(tmp_path, monkeypatch
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_the_check_counts_what_the_run_takes(name, tmp_path):
+@pytest.mark.parametrize(("name", "lora"), [*((name, {}) for name in PLANS), ("half", {"rank": 4})])
+def test_the_check_counts_what_the_run_takes(name, lora, tmp_path):
     """The planner's figures: of the weights, and of where the state really is."""
-    config = build(values_of(tmp_path / "run", name))
+    config = build(values_of(tmp_path / "run", name, lora=lora))
     needs = needs_of(config, CPU)
     training = loop.Training(config, CPU, RunFolder(tmp_path), progress_for("quiet", first=False))
     try:
         params, plan = list(training.passes.model.parameters()), training.optimizer.plan
     finally:
         training.close()
-    assert needs.weights == needs.gradients == sum(param.nbytes for param in params)
+    assert needs.weights == sum(param.nbytes for param in params)
+    params = [param for param in params if param.requires_grad]
+    assert needs.gradients == sum(param.nbytes for param in params)
     assert needs.parameters == sum(param.numel() for param in params)
     assert needs.host_state == plan.host_bytes
     window = plan.bytes_of(Placement.STREAMED) if plan.window == "all" else 0
@@ -174,6 +176,8 @@ NEW = {
     "no transformers": ["--model.transformers=llama"],
     "no tensorboard": ["--run.tensorboard"],
     "no rich": ["--run.progress=rich"],
+    "no such tokenizer": ["--data.tokenizer=nowhere"],
+    "no such layer for adapters": ["--lora.rank=4", "--lora.targets", "nothing"],
 }
 OLD = {
     "a new run in an old folder": ["--run.resume=false"],
@@ -213,6 +217,21 @@ def test_a_run_that_began_stays(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")
     assert {"config.toml", "run.json", "metrics.jsonl"} <= {path.name for path in (tmp_path / "run").iterdir()}
+
+
+def test_tokens_stay(tmp_path):
+    """A run that is refused after its data was prepared takes long to come so far again."""
+    folder = RunFolder(tmp_path / "run")
+
+    def refused() -> None:
+        with folder.locked():
+            for name in ("tokens-1.bin", "tokens-1.json", "corpus.lock", "wandb.json"):
+                (folder.path / name).touch()
+            raise OffstageError("refused")
+
+    with pytest.raises(OffstageError, match="refused"):
+        refused()
+    assert {path.name for path in folder.path.iterdir()} == {"tokens-1.bin", "tokens-1.json"}
 
 
 def test_a_lock_that_a_refused_run_removed_is_not_taken(tmp_path):
@@ -301,7 +320,8 @@ def test_sizes_are_written_with_units_and_read_back(nbytes, text):
 def test_settings_that_are_printed_have_units(tmp_path):
     config = build({"offload": {"device_budget": 3 << 30, "host_budget": 10**9, "min_bytes": 1000}})
     text = to_toml(config)
-    assert 'device_budget = "3GiB"\nhost_budget = "953.67431640625MiB"\nmin_bytes = "1000B"' in text
+    assert '\ndevice_budget = "3GiB"\n' in text
+    assert '\nhost_budget = "953.67431640625MiB"\nmin_bytes = "1000B"\n' in text
     (tmp_path / "run.toml").write_text(text)
     assert load_config(tmp_path / "run.toml", []) == config
     question = parse(["1B", "--machine", _here(tmp_path), "--budget", "5.3GiB", "--offload.host-budget=40000MB"])

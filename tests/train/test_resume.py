@@ -117,6 +117,16 @@ def test_other_ranks_go_on(ranks, tmp_path):
     assert far_apart(tensors_of(moved.checkpoint), tensors_of(alone.checkpoint)) == {}
 
 
+@pytest.mark.parametrize("division", ["sharded", "pipeline"])
+def test_divided_models_have_the_same_adapters(ranks, tmp_path, division):
+    """Adapters get their first values after a model is cut or sharded: the same ones."""
+    sections = {"data": {"batch": 2, "micro_batches": 2}, "lora": {"rank": 4}, **every(2, 0)}
+    alone = train(tmp_path / "alone", "off", **sections)
+    other = {"data": {"batch": 1, "micro_batches": 2}} if division == "sharded" else {"parallel": {"stages": 2}}
+    divided = ranks.run(2, train_there, values_of(tmp_path / "divided", **{**sections, **other}))[0]
+    assert far_apart(tensors_of(divided.checkpoint), tensors_of(alone.checkpoint)) == {}
+
+
 # Signals
 
 

@@ -72,7 +72,7 @@ def _versions(s: SystemInfo) -> Iterator[Finding]:
     absent = [name for name in ("transformers", "tensorboard") if s.versions[name] is None]
     uses = {
         "transformers": "transformers for model.transformers",
-        "tensorboard": "tensorboard for run.tensorboard",
+        "tensorboard": "tensorboard for run.track",
     }
     if absent:
         yield Finding("optional", f"not installed: {', '.join(uses[name] for name in absent)}", "note")

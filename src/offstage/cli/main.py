@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `offstage`, also `python -m offstage`: train, doctor, plan, report, bench.
+"""The command `offstage`, also `python -m offstage`: train, doctor, plan, report, export, bench.
 
 Each command is a function from its arguments to an exit status. Errors that a user can cause (a wrong setting, a full
 disk, a model that does not fit) end with one message on stderr and no traceback; OFFSTAGE_TRACEBACK=1 shows it.
@@ -43,7 +43,8 @@ usage: offstage COMMAND [ARGUMENTS]      offstage COMMAND --help explains one
   doctor    what this machine can do, what is wrong with it, and how to fix that
   plan      what fits, what it costs and who should update, before anything is allocated
   train     train a transformer on text: one process, or many under torchrun
-  report    one HTML page about a run
+  report    one HTML page about a run, or about two; a trace for Perfetto
+  export    the weights of a run as safetensors, for transformers
   bench     the questions of benchmarks/, in a checkout
 
 A first run, which needs no GPU and no data:
@@ -54,12 +55,16 @@ A first run, which needs no GPU and no data:
 """
 
 TRAIN_HELP = """\
-Train a decoder-only transformer on the bytes of text files, with its optimizer state off the device.
+Train a decoder-only transformer on text, as bytes or tokens, with its optimizer state off the device.
 
   offstage train                                     1M parameters, 300 steps, the standard library's source
   offstage train --data.paths books/ --model.size 150M --activations.mode checkpoint
+  offstage train --data.paths rows.jsonl --data.column text --data.tokenizer FOLDER
+  offstage train --lora.rank 16                      adapters only; the model's own weights are frozen
+  offstage train --run.track tensorboard wandb       metrics for these too
   offstage train --offload.overlap-forward --offload.update-in-backward
   offstage train --offload.fraction 0                everything stays on the device
+  offstage train --model.weights llama-1b/           a transformers model, from its safetensors
   offstage train --show > run.toml                   all settings, to edit
   offstage train --config run.toml --run.steps 500   a file, and flags over it
   torchrun --nproc-per-node 2 -m offstage train      FSDP2; --parallel.stages 2 for a pipeline
@@ -67,9 +72,23 @@ Train a decoder-only transformer on the bytes of text files, with its optimizer 
 A stopped run saves; started again with the same --run.folder, it continues from there, with the same bits."""
 
 REPORT_HELP = """\
-Write one self-contained HTML page about a run: loss, memory by owner, lanes, link and CPU use, receipt, plan.
+Write one self-contained HTML page about a run: what offload saved and cost, loss, memory by owner, lanes, link and CPU
+use, receipt, plan. Of two runs: what differs in settings, time, memory and losses.
 
-  offstage report runs/default        writes runs/default/report.html"""
+  offstage report runs/default                       writes runs/default/report.html
+  offstage report runs/a runs/b                      both in one page: runs/a/compare.html
+  offstage report runs/default --trace trace.json    the page, and the observed step for https://ui.perfetto.dev"""
+
+EXPORT_HELP = """\
+Write the weights of a run's newest checkpoint to a new folder, as safetensors.
+
+  offstage export runs/default llama-tuned             AutoModelForCausalLM.from_pretrained("llama-tuned") loads it
+  offstage export runs/default llama-tuned --step 200  of an earlier checkpoint
+
+A run with --model.weights or --model.transformers gives a folder that transformers loads: config.json, weights, and the
+tokenizer if one was used. A run with --model.size gives the weights and the run's settings; transformers has no such
+model. Adapters of LoRA are added to their weights; beside them, adapter/ has them alone, for peft, if the run had
+--model.weights. Needs no accelerator. The folder appears when it is complete."""
 
 DOCTOR_HELP = """\
 Look at accelerator, link, memory, pinning, CPUs, limits and versions; say what is wrong and how to fix it.
@@ -101,8 +120,22 @@ class TrainOptions:
 class ReportOptions:
     """Arguments of `offstage report`."""
 
-    folder: str = positional("runs/default")
+    folders: tuple[str, ...] = positional(("runs/default",))
+    """The folder of a run, or of two runs to be compared."""
+    trace: str | None = None
+    """A file to write: the observed step as trace events, for Perfetto. Of one run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Arguments of `offstage export`."""
+
+    run: str | None = positional(None)
     """The folder of a run."""
+    folder: str | None = positional(None)
+    """The folder to write: a new one, or an empty one."""
+    step: int | None = None
+    """The checkpoint after this step. Without it: the newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,14 +271,54 @@ def plan(arguments: Sequence[str]) -> int:
 def report(arguments: Sequence[str]) -> int:
     found = parse_sections({"": ReportOptions}, {}, arguments, prog="offstage report", description=REPORT_HELP)
     options = ReportOptions(**found.get("", {}))
-    if not Path(options.folder).is_dir():
-        raise ConfigError(
-            f"offstage report expects the folder of a run; found nothing at {options.folder}. Train first, or give the "
-            "run.folder of that run."
-        )
-    from offstage.train.report import write_report
+    folders = [Path(folder) for folder in options.folders]
+    if not 1 <= len(folders) <= 2 or (options.trace is not None and len(folders) > 1):
+        takes = "one folder with --trace" if options.trace is not None else "the folder of a run, or of two"
+        raise ConfigError(f"offstage report expects {takes}; found {len(folders)}. See offstage report --help.")
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(
+                f"offstage report expects the folder of a run; found nothing at {folder}. Train first, or give the "
+                "run.folder of that run."
+            )
+    from offstage.train import report as pages
 
-    _write(f"{write_report(Path(options.folder))}\n")
+    if len(folders) == 2:
+        _write(f"{pages.write_comparison(*folders)}\n")
+        return 0
+    if options.trace is not None:
+        _write(f"{pages.write_trace(folders[0], Path(options.trace))}\n")
+    _write(f"{pages.write_report(folders[0])}\n")
+    return 0
+
+
+def export(arguments: Sequence[str]) -> int:
+    found = parse_sections({"": ExportOptions}, {}, arguments, prog="offstage export", description=EXPORT_HELP)
+    options = ExportOptions(**found.get("", {}))
+    if options.run is None or options.folder is None:
+        raise ConfigError(
+            "offstage export expects the folder of a run and a folder to write, such as `offstage export runs/default "
+            f"tuned`; found {'none' if options.run is None else f'only {options.run}'}."
+        )
+    from offstage.config import format_size
+    from offstage.train.export import export as write
+
+    done = write(Path(options.run), Path(options.folder), options.step)
+    _write(
+        f"{done.folder}: {done.parameters:,} parameters of {done.checkpoint}, {format_size(done.nbytes)} in "
+        f"{', '.join(done.formats)}\n"
+    )
+    if done.merged:
+        _write(f"Adapters were added to {done.merged} matrices.\n")
+    if done.package is not None:
+        _write(f"Load it: transformers.AutoModelForCausalLM.from_pretrained({str(done.folder)!r})\n")
+        if done.adapter is not None:
+            _write(f"The adapters alone: peft.PeftModel.from_pretrained(model, {str(done.adapter)!r})\n")
+    else:
+        _write(
+            "It has the run's settings beside the weights; from_pretrained cannot load it, because the run's model is "
+            "offstage's own. Train with --model.weights or --model.transformers for a model of transformers.\n"
+        )
     return 0
 
 
@@ -267,6 +340,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "train": train,
     "report": report,
+    "export": export,
     "bench": bench,
 }
 

@@ -47,6 +47,13 @@ def _log_no_cache(reason: str) -> None:
     )
 
 
+def _reason(error: Exception) -> str:
+    """The same for all functions, so that it is said once."""
+    if isinstance(error, RuntimeError):
+        return str(error).partition(":")[2].partition(" for file")[0].strip()
+    return f"{type(error).__name__}: {error}"
+
+
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit`, kept on disk where that is possible."""
 
@@ -55,7 +62,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         try:
             dispatcher.enable_caching()
         except RuntimeError as error:  # neither beside the source nor under the user's home
-            _log_no_cache(str(error).partition(":")[2].strip())
+            _log_no_cache(_reason(error))
             return dispatcher
         dispatcher._cache = DiskCache(dispatcher._cache)
         return dispatcher
@@ -68,5 +75,5 @@ def compiled_for_c(signature: Any, function: Callable[..., Any]) -> Any:
     try:
         return numba.cfunc(signature, cache=True, error_model="numpy")(function)
     except Exception as error:  # no folder for the cache, or a cache that cannot be read or written
-        _log_no_cache(f"{type(error).__name__}: {error}")
+        _log_no_cache(_reason(error))
         return numba.cfunc(signature, error_model="numpy")(function)

@@ -286,6 +286,11 @@ class Places:
         for text in self.fallbacks():
             logger.warning(text)
 
+    def place_of(self, param: torch.Tensor) -> tuple[Engine, ParamState] | None:
+        """The engine and the state of `param`, if it has one."""
+        state = self.states.get(param)
+        return None if state is None else (self.engines[state.param.device], state)
+
     def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[ParamState]]]:
         """The states of `params`, by device."""
         states = [self.states[param] for param in params if param in self.states]

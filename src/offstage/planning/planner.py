@@ -47,6 +47,8 @@ from offstage.planning.sizes import (
 
 _SHARES = tuple(i / 100 for i in range(101))
 """The grid of shares for the CPU."""
+_WORTH_THE_CPU = 0.75
+"""`update_on="auto"` in a loop that is not known: the CPU's part has to bring the step's time below this share."""
 _SHOWN = tuple(i / 10 for i in range(11))
 """Those of them that a plan lists among its candidates."""
 
@@ -87,10 +89,19 @@ def make_plan(
 
 
 def choose_host_fraction(sizes: Sequence[ParamSize], machine: Machine, config: OffloadConfig) -> float:
-    """The share that `make_plan` chooses for the CPU, of what leaves the device. Does not check that the plan fits."""
+    """The share for the CPU, of what leaves the device, for a loop that is not known. Does not check that it fits.
+
+    The CPU takes part only where streaming alone would take a third longer: threads that update beside a loop also slow
+    down what the loop launches, by as much as a quarter where the device often waits for it.
+    """
     world = World(ranks_per_host=machine.ranks_on_host)
     search = Search(world.share_of(sizes), machine, config, world, None)
-    return search.best(search.allowed()).host_fraction
+    allowed = search.allowed()
+    best, streaming = search.best(allowed), allowed[0]
+    if streaming.host_fraction or search.misfit(streaming):
+        return best.host_fraction
+    worth_it = best.prediction.exposed_ms < _WORTH_THE_CPU * streaming.prediction.exposed_ms
+    return best.host_fraction if worth_it else 0.0
 
 
 def _on_one_device(sizes: Sequence[ParamSize]) -> Sequence[ParamSize]:

@@ -39,15 +39,12 @@ _LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches during backward, where chunks wait for the last of their gradients."""
 _CPU_IN_BACKWARD = 0.85
 """Share of its rate that the CPU reaches during backward, where pieces wait for the last of their gradients."""
-_OWN_LAUNCHES = 0.45
-"""Share of a backward in which autograd's thread launches its kernels: the rest is free for updates in backward."""
+_FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 0.35, 0.45
+"""Shares of a forward and of a backward in which the host launches its kernels, where the workload does not say."""
 _SUBMITS_PER_PARAM, _SUBMITS_PER_CHUNK, _SUBMITS_PER_HOST_CHUNK = 3.5, 10.0, 18.0
 """What an update in backward costs autograd's thread, in units of `Machine.submit_us`: of a parameter, whose hooks are
 called and whose kernel is launched; of a chunk's trip; of a chunk that goes to the CPU, whose thread takes the GIL from
 the loop's."""
-_FORWARD_WAITS_ON_HOST = 0.35
-"""Share of a forward that is lost where modules wait for weights that the CPU has updated: the thread that waits cannot
-launch kernels ahead, so the device idles until it has launched some again."""
 _TOGETHER = 0.9
 """Share of its bandwidth that host memory reaches for copies and updates together: measured."""
 _HOST_MS_PER_CHUNK = 0.1
@@ -66,6 +63,10 @@ class Workload:
     """Forwards and backwards per step."""
     other_bytes: int | str = 0
     """Device memory at the peak that is neither weights, gradients nor state: activations, workspaces."""
+    forward_launch_ms: float | None = None
+    """The host's time to launch one forward: how long it takes with hardly any data. `None`: a third of it."""
+    backward_launch_ms: float | None = None
+    """The same for one backward."""
     activation_bytes: int | str = 0
     """Device memory at the peak beside weights and state if each gradient were freed as it comes: with
     `update_in_backward` the peak is never lower."""
@@ -84,6 +85,15 @@ class Workload:
             )
         if not 0.0 <= self.active_experts <= 1.0:
             raise ConfigError(f"active_experts expects a share from 0.0 to 1.0; found {self.active_experts!r}.")
+
+    @property
+    def launch_ms(self) -> tuple[float, float]:
+        """Of one forward and one backward; no longer than these take."""
+        forward, backward = self.forward_launch_ms, self.backward_launch_ms
+        return (
+            min(self.forward_ms, _FORWARD_LAUNCHES * self.forward_ms if forward is None else forward),
+            min(self.backward_ms, _BACKWARD_LAUNCHES * self.backward_ms if backward is None else backward),
+        )
 
     @property
     def compute_ms(self) -> float:
@@ -284,8 +294,9 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
         fetched = min(shares.window, workload.backward_ms * rates.up)
         ahead = max(0.0, 1.0 - fetched / streamed.up)
     forward_ms = workload.forward_ms if config.overlap_forward else 0.0
-    if shares.host:
-        forward_ms *= 1.0 - _FORWARD_WAITS_ON_HOST
+    if shares.host and forward_ms:
+        # A thread that waits for the CPU's updates cannot launch ahead: what forward launches is not hidden.
+        forward_ms -= workload.launch_ms[0]
     resident_ms = device_ms * shares.resident if not in_backward or speculates else 0.0
     fill_ms = shares.chunk_bytes / rates.duplex
     reached = shares.resident + off * left  # position from which on backward has done the updates
@@ -306,7 +317,7 @@ def _launches_delayed_ms(totals: Totals, shares: Shares, rates: Rates, workload:
         on_host = (1.0 - shares.resident) * shares.host * totals.state * totals.moved
         submits += _SUBMITS_PER_CHUNK * streamed.up / shares.chunk_bytes
         submits += _SUBMITS_PER_HOST_CHUNK * on_host / (HOST_CHUNK * shares.chunk_bytes)
-    return max(0.0, submits * rates.submit_ms - (1.0 - _OWN_LAUNCHES) * workload.backward_ms)
+    return max(0.0, submits * rates.submit_ms - (workload.backward_ms - workload.launch_ms[1]))
 
 
 def busy_ms(work: Load, device_bytes: float, rates: Rates) -> dict[str, float]:

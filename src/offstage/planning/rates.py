@@ -24,7 +24,7 @@ from offstage.planning.machine import UPDATE_BYTES_PER_PARAM
 from offstage.rules import adamw_host
 
 _MIB = 1 << 20
-_ARENA_BYTES = 1024 * _MIB  # several times what a cache holds
+_ARENA_BYTES = 4096 * _MIB  # many times what a cache holds: some have 300 MiB
 _DEVICE_BYTES = 512 * _MIB
 _SHARE_OF_FREE = 8  # at most one part in this many of the free memory is used
 _TOUCH_BYTES = 64 * _MIB  # what one thread populates at a time when an arena is made
@@ -41,7 +41,7 @@ _IN_CACHE_CALLS = 400
 
 
 def measure_rates(device: torch.device, threads: int, host_free: int, device_free: int) -> dict[str, Any]:
-    """The rates of a `Machine`, by field name. Uses at most 1 GiB of host and 0.5 GiB of device memory."""
+    """The rates of a `Machine`, by field name. Uses at most 4 GiB of host and 0.5 GiB of device memory."""
     with use_lanes(None):  # not the lanes of a test
         link = link_for(device)
         lanes = link.lanes()

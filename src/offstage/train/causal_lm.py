@@ -6,8 +6,9 @@ The package is imported on first use.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from offstage import ConfigError
 from offstage.train.language_model import LanguageModel, copy_shard
+from offstage.train.lora import is_adapter
+from offstage.train.pretrained import PretrainedWeights
 
 OLDEST = (4, 56)
 """The first release whose `from_config` takes a `dtype`."""
@@ -28,23 +32,37 @@ class CausalLM(LanguageModel):
 
     lm: Any
 
-    def __init__(self, lm: nn.Module) -> None:
+    def __init__(self, lm: nn.Module, weights: PretrainedWeights | None = None) -> None:
+        """`weights`: what `materialize` reads instead of initializing."""
         super().__init__()
         self.lm = lm
+        self.weights = weights
         self.vocabulary = int(self.lm.config.vocab_size)
 
     @torch.no_grad()
     def materialize(self, device: torch.device | str, seed: int = 0) -> None:
-        """Allocate and initialize. The package initializes whole models only.
+        if self.weights is None:
+            self._initialize(device, seed)
+            return
+        with torch.device("cpu"), _parameters_on_meta():
+            computed = dict(_lm(self.lm.config, self.lm.dtype, seed).named_buffers())
+        allocate(self.lm, device)
+        for name, buffer in self.lm.named_buffers():
+            buffer.copy_(computed[name])
+        self.weights.load(self.lm)
+
+    def _initialize(self, device: torch.device | str, seed: int) -> None:
+        """The package initializes whole models only.
 
         So the host holds all weights for a moment, and they are those of a model built on the CPU.
         """
         with torch.device("cpu"):
             first = _lm(self.lm.config, self.lm.dtype, seed)
         whole: dict[str, torch.Tensor] = {**dict(first.named_parameters()), **dict(first.named_buffers())}
-        self.lm.to_empty(device=device)
-        self.lm.tie_weights()  # to_empty makes two parameters of a tied one
+        allocate(self.lm, device)
         for name, tensor in [*self.lm.named_parameters(), *self.lm.named_buffers()]:
+            if is_adapter(name):  # not of the package
+                continue
             if isinstance(tensor, DTensor):
                 copy_shard(tensor, whole[name].to(tensor.to_local().device))
             else:
@@ -84,9 +102,20 @@ class CausalLM(LanguageModel):
 
 
 def build_causal_lm(
-    named: str, *, device: torch.device | str, dtype: torch.dtype, vocabulary: int, sequence: int, seed: int = 0
+    named: str,
+    *,
+    weights: str | None = None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    vocabulary: int,
+    sequence: int,
+    seed: int = 0,
 ) -> CausalLM:
-    """The model that `named` describes, with fresh weights: a config.json, its folder, or a model type."""
+    """The model that `named` describes: a config.json, its folder, or a model type.
+
+    Its weights are those in the folder `weights`, or fresh ones.
+    """
+    pretrained = None if weights is None else PretrainedWeights(weights)
     config = _config(_transformers(), named)
     if config.vocab_size < vocabulary:
         raise ConfigError(
@@ -99,8 +128,55 @@ def build_causal_lm(
             f"Sequences have {sequence} tokens; expected at most max_position_embeddings={longest} of {named!r}. Lower "
             "data.sequence, or raise max_position_embeddings in its config.json."
         )
-    with torch.device(device):
-        return CausalLM(_lm(config, dtype, seed))
+    if pretrained is None:
+        with torch.device(device):
+            return CausalLM(_lm(config, dtype, seed))
+    with torch.device("meta"):
+        model = CausalLM(_lm(config, dtype, seed), pretrained)
+    pretrained.check(model.lm)
+    if torch.device(device).type != "meta":
+        model.materialize(device, seed)
+    return model
+
+
+def allocate(lm: Any, device: torch.device | str) -> None:
+    """Give a model on meta memory on `device`, once for tied parameters, which `to_empty` would allocate twice."""
+    made: dict[int, torch.Tensor] = {}
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = torch.empty_like(tensor, device=device)
+        return made[id(tensor)]
+
+    kept = [*lm.parameters(), *lm.buffers()]  # until the end, so that no other tensor takes over an id
+    lm._apply(once)
+    lm.tie_weights()  # two parameters with the same memory become one again
+    del kept
+
+
+def description_of(named: str) -> Path | None:
+    """The config.json that `named` leads to; `None` if it is a model type, or leads nowhere."""
+    path = Path(named).expanduser()
+    if path.is_dir():
+        return path / "config.json"
+    return path if path.is_file() else None
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Within: modules have their parameters on meta and their buffers, which they compute, on torch's default device.
+
+    No more than one parameter has memory at a time, and none of it is touched.
+    """
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        return None if param is None else nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    handle = register_module_parameter_registration_hook(on_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _lm(config: Any, dtype: torch.dtype, seed: int) -> Any:
@@ -133,11 +209,15 @@ def _transformers() -> Any:
 
 def _config(transformers: Any, named: str) -> Any:
     """A path if there is one, else a model type."""
-    path = Path(named).expanduser()
-    if path.exists():
-        file = path / "config.json" if path.is_dir() else path
+    file = description_of(named)
+    if file is not None:
+        if not file.is_file():  # the package would look for it in the network
+            raise ConfigError(
+                f"model.transformers and model.weights expect the folder of a transformers model; found no config.json "
+                f"in {file.parent}. Give another folder, or model.transformers a config.json."
+            )
         try:
-            return transformers.AutoConfig.from_pretrained(file)
+            return transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)  # without asking
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"model.transformers expects the config.json of a transformers model; could not use {file}: {error}. "

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from offstage import ConfigError, OffloadConfig
 from offstage.config import exact_size, parse_size
 from offstage.train.flags import Values, parse_sections
+from offstage.train.lora_settings import LoraSettings
 from offstage.train.settings import check, checked, expected, field_types, nearest
 
 if TYPE_CHECKING:  # functions that use torch import it: it takes seconds, and `offstage train --help` needs none
@@ -39,8 +40,12 @@ class ModelSettings:
     """Which of the named sizes, about so many parameters: RMSNorm, RoPE, SwiGLU, grouped-query attention."""
 
     transformers: str | None = None
-    """A causal language model of the transformers package instead, with fresh weights: the path of a config.json or of
+    """A causal language model of the transformers package instead, with random weights: the path of a config.json or of
     its folder, or a model type such as llama. Needs `pip install transformers`."""
+
+    weights: str | None = None
+    """The folder of a transformers model, whose safetensors the run begins with. Without model.transformers, the model
+    is the one its config.json describes. A run that is resumed does not read it again."""
 
     layers: int | None = None
     """Blocks, instead of the size's."""
@@ -64,8 +69,8 @@ class ModelSettings:
     """Experts that each token goes to."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Format of weights and activations. auto: bfloat16 on an accelerator, float32 on the CPU. With bfloat16 the
-    optimizer keeps fp32 masters (offload.master_weights)."""
+    """Format of weights and activations. auto: bfloat16 on an accelerator, float32 on the CPU, in whichever format
+    model.weights are stored. With bfloat16 the optimizer keeps fp32 masters (offload.master_weights)."""
 
     compile: bool = False
     """torch.compile every block. The first step takes longer."""
@@ -76,10 +81,10 @@ class ModelSettings:
         given = [name for name in own if getattr(self, name) is not None]
         for name in given:
             _at_least(0 if name == "experts" else 1, getattr(self, name), f"model.{name}")
-        if self.transformers is not None and (given or self.size != "1M"):
-            other = given[0] if given else "size"
+        if self.described_by is not None and (given or self.size != "1M"):
+            other, of = given[0] if given else "size", "weights" if self.transformers is None else "transformers"
             raise ConfigError(
-                f"model.transformers={self.transformers!r} takes all sizes from its own configuration, which "
+                f"model.{of}={self.described_by!r} takes all sizes from its own configuration, which "
                 f"contradicts model.{other}={getattr(self, other)!r}. Leave one of the two out; sizes of a "
                 "transformers model are changed in its config.json."
             )
@@ -88,6 +93,11 @@ class ModelSettings:
                 f"model.experts_per_token expects at most the {self.experts} of model.experts; found "
                 f"{self.experts_per_token}. Lower it, or raise model.experts."
             )
+
+    @property
+    def described_by(self) -> str | None:
+        """What says which transformers model it is; `None` for offstage's own."""
+        return self.weights if self.transformers is None else self.transformers
 
     def dtype_on(self, device: torch.device) -> torch.dtype:
         """The format on `device`, with "auto" resolved."""
@@ -100,14 +110,25 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What it is trained on: bytes of text files, shuffled, each sequence once per epoch."""
+    """What it is trained on: text as bytes or tokens, in sequences that are shuffled, each once per epoch."""
 
     paths: tuple[str, ...] = ()
-    """Text files, or folders of them. Without any: the source of Python's standard library, which is on every
-    machine."""
+    """Text files, or folders of them; with column, files of rows. Without any: the source of Python's standard
+    library, which is on every machine."""
+
+    column: str | None = None
+    """The column that has the text: paths are then .json, .jsonl, .csv, .tsv, .parquet or .txt files, or folders that
+    save_to_disk wrote, and each row is a document. Needs `pip install 'offstage[datasets]'`."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json of Hugging Face, or the folder that has it. Without it, tokens are bytes. Needs
+    `pip install 'offstage[hf]'`."""
+
+    eos_token: str | None = None
+    """The token after each document, such as <|endoftext|>. Without it: what the tokenizer's folder names."""
 
     sequence: int = 256
-    """Bytes per sequence."""
+    """Tokens per sequence; without a tokenizer, a token is a byte."""
 
     batch: int = 8
     """Sequences per micro-batch and rank."""
@@ -118,10 +139,25 @@ class DataSettings:
     eval_share: float = 0.05
     """Share of the data that is only evaluated on."""
 
+    @property
+    def tokenizes(self) -> bool:
+        """Whether the data is made into a file of tokens first; otherwise the bytes of the files are the tokens."""
+        return self.tokenizer is not None or self.column is not None
+
     def __post_init__(self) -> None:
         checked(self, "data")
         for name in ("sequence", "batch", "micro_batches"):
             _at_least(1, getattr(self, name), f"data.{name}")
+        if self.column is not None and not self.paths:
+            raise ConfigError(
+                f"data.column={self.column!r} names a column of data.paths; found no paths. Give data.paths, or leave "
+                "column out for the standard library's source."
+            )
+        if self.eos_token is not None and self.tokenizer is None:
+            raise ConfigError(
+                f"data.eos_token={self.eos_token!r} is a token of data.tokenizer; found no tokenizer. Give "
+                "data.tokenizer, or leave eos_token out: a zero byte is between documents of bytes."
+            )
         if not 0.0 <= self.eval_share < 1.0:
             raise ConfigError(
                 f"data.eval_share expects a share from 0.0 to less than 1.0; found {self.eval_share}. Leave it out for "
@@ -297,7 +333,7 @@ class RunSettings:
     """Steps between samples of text. 0: never."""
 
     sample_bytes: int = 200
-    """Length of a sample."""
+    """Length of a sample; with data.tokenizer, in tokens."""
 
     not_finite: Literal["skip", "stop"] = "skip"
     """What happens if the loss or a gradient is NaN or infinite. skip: the step is left out and counted. stop: the run
@@ -310,11 +346,18 @@ class RunSettings:
     """rich: a moving bar. json: one JSON object per line, for logs. quiet: a line every few seconds. auto: rich on a
     terminal, otherwise quiet."""
 
+    track: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Send metrics to these too, besides metrics.jsonl. Needs `pip install 'offstage[tensorboard]'` or
+    `'offstage[wandb]'`; WANDB_MODE=offline keeps W&B's files on this machine."""
+
     tensorboard: bool = False
-    """Write metrics for TensorBoard too. Needs `pip install tensorboard`."""
+    """The same as track with tensorboard."""
 
     observe_step: int = 5
     """The step whose memory and lanes are recorded for the report. 0: none."""
+
+    memory_snapshot: bool = False
+    """On CUDA: write torch's memory snapshot after the observed step, with a stack for each allocation so far."""
 
     def __post_init__(self) -> None:
         checked(self, "run")
@@ -322,10 +365,17 @@ class RunSettings:
             _at_least(1, getattr(self, name), f"run.{name}")
         for name in ("seed", "save_every", "eval_every", "sample_every", "observe_step"):
             _at_least(0, getattr(self, name), f"run.{name}")
+        if self.memory_snapshot and not 1 <= self.observe_step <= self.steps:
+            raise ConfigError(
+                "run.memory_snapshot is written after the observed step; expected run.observe_step from 1 to run.steps="
+                f"{self.steps}; found {self.observe_step}. Choose a step of the run."
+            )
         if not self.folder:
             raise ConfigError("run.folder expects the path of a folder; found ''. Leave it out for runs/default.")
         if self.device != "auto":
             self.torch_device()
+        asked = ("tensorboard", *self.track) if self.tensorboard else self.track
+        object.__setattr__(self, "track", tuple(dict.fromkeys(asked)))
 
     def torch_device(self) -> torch.device:
         """The device, with "auto" resolved. It may not exist: its first use raises."""
@@ -347,6 +397,7 @@ class TrainConfig:
     """One run. Each section has its own table in TOML and its own prefix on the command line."""
 
     model: ModelSettings = field(default_factory=ModelSettings)
+    lora: LoraSettings = field(default_factory=LoraSettings)
     data: DataSettings = field(default_factory=DataSettings)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
@@ -395,6 +446,7 @@ class TrainConfig:
 
 SECTIONS: dict[str, type] = {
     "model": ModelSettings,
+    "lora": LoraSettings,
     "data": DataSettings,
     "optimizer": OptimizerSettings,
     "offload": OffloadConfig,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Corpus`: files of text as one memory-mapped array of bytes.
+"""`Corpus`: files of text as one memory-mapped array of bytes, or of tokens (`tokens.py`).
 
 One file is mapped in place. Several are joined once, in the order of their paths and with a zero byte between them,
 into a file in the run's folder, which a resumed run uses again. Without any paths, the text is the source of Python's
@@ -17,6 +17,7 @@ import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ import numpy.typing as npt
 from offstage import ConfigError
 from offstage.config import format_size
 
-Bytes = npt.NDArray[np.uint8]
+Array = npt.NDArray[np.unsignedinteger[Any]]
 
 SEPARATOR = b"\0"
 """Between two files: no text contains it."""
@@ -34,6 +35,11 @@ _PIECE_BYTES = 16 * 2**20
 
 class Corpus:
     """All bytes of `paths`: files, and the files in folders. `cache` is a folder for what has to be joined."""
+
+    unit = "byte"
+    """What is counted."""
+    identity = ""
+    """Of the whole content, where it is known."""
 
     def __init__(self, paths: Sequence[str | Path] = (), cache: str | Path | None = None) -> None:
         files = files_of(paths, besides=cache) if paths else stdlib_files()
@@ -48,21 +54,21 @@ class Corpus:
                 "single file."
             )
         self.path = files[0] if cache is None or len(files) == 1 else joined(files, Path(cache))
-        with _readable(self.path):
-            self._bytes: Bytes = np.memmap(self.path, dtype=np.uint8, mode="r")
+        with readable(self.path):
+            self._array: Array = np.memmap(self.path, dtype=np.uint8, mode="r")
 
     def __len__(self) -> int:
-        return len(self._bytes)
+        return len(self._array)
 
     def __str__(self) -> str:
         return str(self.path)
 
-    def read(self, start: int, stop: int) -> Bytes:
-        """A copy of these bytes."""
-        return np.array(self._bytes[start:stop])
+    def read(self, start: int, stop: int) -> Array:
+        """A copy of these."""
+        return np.array(self._array[start:stop])
 
     def split(self, eval_share: float) -> tuple[ByteRange, ByteRange]:
-        """The beginning to train on, and the last `eval_share` of the bytes to evaluate on: mostly other files."""
+        """The beginning to train on, and the last `eval_share` to evaluate on: mostly other files."""
         middle = len(self) - round(len(self) * eval_share)
         return ByteRange(self, 0, middle), ByteRange(self, middle, len(self))
 
@@ -73,7 +79,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes `start` to `stop` of a corpus, counted from 0 within."""
+    """Bytes or tokens `start` to `stop` of a corpus, counted from 0 within."""
 
     corpus: Corpus
     start: int
@@ -83,15 +89,19 @@ class ByteRange:
         return self.stop - self.start
 
     def __str__(self) -> str:
-        return f"{self.corpus} from byte {self.start:,} to {self.stop:,}"
+        return f"{self.corpus} from {self.unit} {self.start:,} to {self.stop:,}"
 
-    def read(self, start: int, stop: int) -> Bytes:
-        """A copy of these bytes."""
+    @property
+    def unit(self) -> str:
+        return self.corpus.unit
+
+    def read(self, start: int, stop: int) -> Array:
+        """A copy of these."""
         return self.corpus.read(self.start + start, min(self.start + stop, self.stop))
 
     def fingerprint(self) -> str:
         """Identifies the data: a hash of its length and of samples throughout, so that it is fast for any size."""
-        digest = hashlib.blake2b(f"{len(self)}".encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{len(self)}{self.corpus.identity}".encode(), digest_size=16)
         for number in range(_SAMPLES):
             start = max(0, len(self) - _SAMPLE_BYTES) * number // (_SAMPLES - 1)
             digest.update(self.read(start, start + _SAMPLE_BYTES).tobytes())
@@ -159,7 +169,7 @@ def joined(files: Sequence[Path], folder: Path) -> Path:
     # The name depends on the paths, sizes and times of the files.
     identity = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
     target = folder / f"corpus-{hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()}.bin"
-    with _writable(target, size), _locked(folder / "corpus.lock"):
+    with writable(target, size), locked(folder / "corpus.lock"):
         if not target.exists() or target.stat().st_size != size:
             _join(files, target, size)
     return target
@@ -185,13 +195,13 @@ def _join(files: Sequence[Path], target: Path, size: int) -> None:
 
 
 def _pieces(file: Path) -> Iterator[bytes]:
-    with _readable(file), open(file, "rb") as source:
+    with readable(file), open(file, "rb") as source:
         while piece := source.read(_PIECE_BYTES):
             yield piece
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """One process at a time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w") as file:
@@ -200,7 +210,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
+def readable(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -210,7 +220,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _writable(target: Path, size: int) -> Iterator[None]:
+def writable(target: Path, size: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:

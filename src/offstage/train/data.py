@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from offstage import ConfigError
@@ -65,7 +66,7 @@ def _mixed(number: int) -> int:
 class Batches:
     """An endless stream of batches. An epoch has every sequence once, in an order that differs between epochs.
 
-    Sequences do not overlap, except for the byte that is the last target of one and the first input of the next. Ranks
+    Sequences do not overlap, except for the token that is the last target of one and the first input of the next. Ranks
     take turns of `batch` sequences from one stream: the sequences of a step depend on their number, not on how they
     are spread over ranks and micro-batches.
     """
@@ -82,8 +83,8 @@ class Batches:
         self.num_sequences = (len(data) - 1) // sequence
         if self.num_sequences < 1:
             raise ConfigError(
-                f"Expected data of at least one sequence of {sequence} bytes and its last target, {sequence + 1} bytes "
-                f"in all; {data} has {len(data)}. Give more data, or lower data.sequence."
+                f"Expected data of at least one sequence of {sequence} {data.unit}s and its last target, "
+                f"{sequence + 1} in all; {data} has {len(data)}. Give more data, or lower data.sequence."
             )
         self.position = 0
         """Sequences that all ranks together have taken so far."""
@@ -128,7 +129,7 @@ class Batches:
 
     def _read(self, number: int) -> torch.Tensor:
         start = number * self._sequence
-        return torch.from_numpy(self._data.read(start, start + self._sequence + 1)).long()
+        return torch.from_numpy(self._data.read(start, start + self._sequence + 1).astype(np.int64))
 
 
 class Feed:

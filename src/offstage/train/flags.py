@@ -222,6 +222,9 @@ def _metavar(annotation: Any) -> str:
             parts += [str(one) for one in get_args(kind)]
         elif get_origin(kind) is tuple:
             first, *others = get_args(kind)
+            if get_origin(first) is Literal:
+                parts.append(f"[{'|'.join(get_args(first))} ...]")
+                continue
             parts.append(f"[{names[first]} ...]" if others == [...] else " ".join([names[first]] * (len(others) + 1)))
         else:
             parts.append(names.get(kind, "NAME=NAME,..."))

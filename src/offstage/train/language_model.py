@@ -82,6 +82,10 @@ def copy_shard(param: DTensor, whole: torch.Tensor) -> None:
 
 
 def _normal(tensor: torch.Tensor, std: float, seed: int, name: str) -> torch.Tensor:
+    return tensor.normal_(std=std, generator=generator_for(tensor.device, seed, name))
+
+
+def generator_for(device: torch.device, seed: int, name: str) -> torch.Generator:
+    """Of the first values of the parameter called `name`."""
     digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    generator = torch.Generator(tensor.device).manual_seed(int.from_bytes(digest, "big") >> 1)
-    return tensor.normal_(std=std, generator=generator)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big") >> 1)

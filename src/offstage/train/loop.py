@@ -17,6 +17,7 @@ import json
 import logging
 import math
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,23 +27,30 @@ import torch
 from offstage import ConfigError, OffloadedOptimizer, OffstageError, measure_machine, offload
 from offstage.checkpoint.ranks import Ranks
 from offstage.config import format_size
+from offstage.memory.allocation_history import AllocationHistory
 from offstage.optimizer.optimizer import runtime_of
 from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import TrainConfig, resolved, to_toml
-from offstage.train.data import Batches, Corpus, Feed
+from offstage.train.data import Batches, Feed
+from offstage.train.description import first_weights, keep, without_weights
 from offstage.train.determinism import deterministic, explained_errors
+from offstage.train.extras import check_packages
 from offstage.train.memory_needs import check_memory
-from offstage.train.metrics import Meter, MetricsFile, Row, TensorBoard
+from offstage.train.metrics import Meter, MetricsFile, Row
 from offstage.train.observe import Observer
 from offstage.train.parallel import Parallel, started
-from offstage.train.passes import Passes, activation_mode, passes_for, sample_text
+from offstage.train.passes import Passes, activation_mode, passes_for, sample_tokens
 from offstage.train.progress import Progress, progress_for, warnings_to_progress
-from offstage.train.run_folder import RunFolder
+from offstage.train.run_folder import RunFolder, named
 from offstage.train.run_info import identity, num_parameters_of, predicted_plan, run_info
 from offstage.train.signals import FAILED, StopRequests
+from offstage.train.tokenizer import HuggingFaceEncoder, encoder_for
+from offstage.train.tokens import corpus_for
+from offstage.train.trackers import Tracker, open_trackers
 
 logger = logging.getLogger("offstage")
-_PROMPT_BYTES = 64
+_PROMPT = 64
+"""Tokens before a sample."""
 
 
 class NotFiniteError(OffstageError):
@@ -72,9 +80,11 @@ class Result:
 
 def run(config: TrainConfig) -> Result:
     """Train with `config`, from the newest checkpoint in its folder if there is one. Every rank calls it."""
+    check_packages(config)
     with contextlib.ExitStack() as open_until_end:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
         open_until_end.enter_context(deterministic(config, parallel.device))
+        history = AllocationHistory(parallel.device) if config.run.memory_snapshot else None
         folder = RunFolder(config.run.folder)
         with Ranks(None).failing_together("Opening the run's folder"):
             progress = progress_for(config.run.progress, first=parallel.first)
@@ -82,7 +92,10 @@ def run(config: TrainConfig) -> Result:
                 open_until_end.enter_context(folder.locked())
         stop_requests = open_until_end.enter_context(StopRequests(parallel.host_group).listening())
         open_until_end.enter_context(warnings_to_progress(progress))
-        training = Training(config, parallel, folder, progress)
+        if history is not None:
+            open_until_end.enter_context(history)  # before the model, whose blocks then have their stacks
+        training = Training(config, parallel, folder, progress, check=stop_requests.check)
+        training.history = history
         open_until_end.callback(training.close)
         with explained_errors(config):
             return training.run(stop_requests)
@@ -93,14 +106,25 @@ class Training:
 
     # Initialization #
 
-    def __init__(self, config: TrainConfig, parallel: Parallel, folder: RunFolder, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        parallel: Parallel,
+        folder: RunFolder,
+        progress: Progress,
+        *,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`check` is called while data is prepared, which may take long; what it raises ends that."""
         self.config, self.parallel, self.folder, self._progress = config, parallel, folder, progress
         self.step = 0
         self.eval_loss: float | None = None
         self._skipped_in_a_row = 0
         self._observer: Observer | None = None
+        self.history: AllocationHistory | None = None
+        """Saved when the observed step has ended."""
         self._last_row: Row | None = None
-        self._sinks: list[MetricsFile | TensorBoard] = []
+        self._sinks: list[MetricsFile | Tracker] = []
         self.checkpoints = Checkpoints(
             folder.checkpoints,
             keep=config.run.keep_checkpoints,
@@ -110,15 +134,17 @@ class Training:
         )
         ranks = Ranks(None)
         with contextlib.ExitStack() as open_until_closed:
+            to_build = self._to_build()
             with ranks.failing_together("Checking the memory"):
+                self.encoder = encoder_for(config.data)
                 # All ranks have claimed theirs before one of them takes any.
-                claim = open_until_closed.enter_context(check_memory(config, parallel))
+                claim = open_until_closed.enter_context(check_memory(to_build, parallel, self.encoder.vocabulary))
             with ranks.failing_together("Reading the data"):
-                self.feed, self._eval_data = self._open_data()
+                self.feed, self._eval_data = self._open_data(check)
             if self._predicts:
                 measure_machine(parallel.device)  # now, while the device is empty; the result is cached
             with ranks.failing_together("Building the model"), explained_errors(config, building=True):
-                self.passes: Passes = passes_for(config, parallel)
+                self.passes: Passes = passes_for(to_build, parallel, self.encoder.vocabulary)
                 claim.release()  # the optimizer claims what is left to take
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
@@ -128,9 +154,11 @@ class Training:
             self.meter = Meter(self.optimizer, parallel.device, tokens)
             self._open = open_until_closed.pop_all()
 
-    def _open_data(self) -> tuple[Feed, Any]:
+    def _open_data(self, check: Callable[[], object]) -> tuple[Feed, Any]:
         data, parallel = self.config.data, self.parallel
-        corpus = Corpus(data.paths, cache=self.folder.path)
+        # Any rank may be the one that prepares the data.
+        reporting = self._progress if parallel.first else progress_for(self.config.run.progress, first=True)
+        corpus = corpus_for(data, self.folder.path, reporting.say, check)
         training, held_out = corpus.split(data.eval_share)
         batches = Batches(
             training, data.sequence, data.batch, self.config.run.seed, parallel.data_rank, parallel.data_ranks
@@ -144,9 +172,15 @@ class Training:
         data, parallel = self.config.data, self.parallel
         return Batches(held_out, data.sequence, data.batch, 0, parallel.data_rank, parallel.data_ranks)
 
+    def _to_build(self) -> TrainConfig:
+        """A checkpoint brings all weights: what model.weights names is not read, and need not be there any more."""
+        if self.checkpoints.to_resume() is None:
+            return self.config
+        return dataclasses.replace(self.config, model=without_weights(self.config.model, self.folder))
+
     def _make_optimizer(self) -> OffloadedOptimizer:
         settings, model = self.config.optimizer, self.passes.model
-        params = list(model.parameters())
+        params = [param for param in model.parameters() if param.requires_grad]
         groups = [
             {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
             {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
@@ -166,6 +200,8 @@ class Training:
             self._open_sinks()
         self.folder.begun = True  # from here on, what is in the folder stays
         self._write_about()
+        if self.history is not None and self.step >= config.observe_step:
+            logger.warning("no memory snapshot: step %d, the observed one, was made before", config.observe_step)
         self._progress.begin(self.step, config.steps)
         stopped = 0
         try:
@@ -271,17 +307,19 @@ class Training:
 
     def _sample(self) -> None:
         config = self.config
-        prompt = self._eval_data.read(0, min(_PROMPT_BYTES, config.data.sequence // 2)).tobytes() or b"\n"
+        prompt = self._eval_data.read(0, min(_PROMPT, config.data.sequence // 2)).tolist()
+        prompt = prompt or self.encoder.encode(["\n"])[0]
         with self.passes.evaluating():
-            written = sample_text(
+            written = sample_tokens(
                 lambda window: self.passes.logits(window.to(self.parallel.device)),
                 prompt,
                 config.run.sample_bytes,
+                vocabulary=self.encoder.vocabulary,
                 sequence=config.data.sequence,
                 seed=config.run.seed,
             )
         if self.parallel.first:
-            self.folder.append_sample(self.step, prompt, written)
+            self.folder.append_sample(self.step, self.encoder.decode(prompt), self.encoder.decode(written))
 
     # Observing one step #
 
@@ -304,6 +342,8 @@ class Training:
         if observer is not None:
             observer.__exit__(None, None, None)
             observer.save(self.folder.observed)
+            if self.history is not None:
+                self.history.save(self.folder.memory_snapshot)
 
     # Saving and resuming #
 
@@ -338,13 +378,14 @@ class Training:
             logger.warning(
                 "%s has no random state for this rank: it was saved by %d ranks", newest, extra.get("ranks", 1)
             )
-        self._progress.say(f"resuming after step {self.step}, from {newest}", step=self.step, checkpoint=newest)
+        unread = "" if self.config.model.weights is None else "; model.weights is not read again"
+        self._progress.say(f"resuming after step {self.step}, from {newest}{unread}", step=self.step, checkpoint=newest)
 
     def _check_model(self, newest: Path) -> None:
         """Raise if the run in this folder has another model; the message names settings, not tensors."""
         then = self.folder.read_json(self.folder.run).get("model")
         then = then if isinstance(then, dict) else {}
-        now = identity(self.config, self.parallel.device)
+        now = identity(self.config, self.parallel.device, self.encoder.vocabulary)
         differs = [name for name in {**then, **now} if then and then.get(name) != now.get(name)]
         if differs:
             listed = ", ".join(f"{name} {then.get(name)} then and {now.get(name)} now" for name in differs[:3])
@@ -363,27 +404,42 @@ class Training:
     # Records #
 
     def _write_about(self) -> None:
-        counted = (self.parallel.stage, num_parameters_of(self.passes.model))
-        parameters = sum(number for _, number in set(Ranks(None).gather(counted)))
+        model = self.passes.model
+        counted = (self.parallel.stage, num_parameters_of(model), num_parameters_of(model, trained=True))
+        of_stages = set(Ranks(None).gather(counted))
+        parameters, trained = (sum(one[kind] for one in of_stages) for kind in (1, 2))
         if self.parallel.first:
             ranks_per_stage = self.parallel.data_ranks
             settings = resolved(self.config, device=self.parallel.device, ranks_per_stage=ranks_per_stage)
             self.folder.write_text(self.folder.config, to_toml(settings))
-            about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters)
+            self._keep_what_describes_it()
+            vocabulary = self.encoder.vocabulary
+            about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters, vocabulary=vocabulary)
             self.folder.write_json(self.folder.run, about)
+            frozen = f", of which {trained:,} in adapters are trained," if trained < parameters else ""
             plan = self.optimizer.plan
             saved = f": {format_size(plan.net_saved_bytes)} saved on the device, net" if plan.host_bytes else ""
             self._progress.say(
-                f"{parameters:,} parameters in {settings.model.dtype} on {self.parallel.device}, "
+                f"{parameters:,} parameters{frozen} in {settings.model.dtype} on {self.parallel.device}, "
                 f"{plan.summary()}{saved}",
                 parameters=parameters,
                 net_saved_bytes=plan.net_saved_bytes,
             )
+            begins = first_weights(self.config.model, self.passes.model, self.parallel.device)
+            if not self.step and begins is not None:
+                self._progress.say(begins)
+
+    def _keep_what_describes_it(self) -> None:
+        """For exports, and for a run that is resumed when the originals are gone."""
+        keep(self.folder, self.config.model, self.passes.model, resumed=self.step > 0)
+        if isinstance(self.encoder, HuggingFaceEncoder):
+            with named(self.folder.tokenizer):
+                self.encoder.copy_to(self.folder.tokenizer)
 
     def _open_sinks(self) -> None:
         if self.parallel.first:
-            if self.config.run.tensorboard:  # first: it may be refused, and the other one removes rows
-                self._sinks.append(TensorBoard(self.folder.tensorboard))
+            # Trackers first: they may be refused, and the file of metrics removes rows.
+            self._sinks += open_trackers(self.config, self.folder, after_step=self.step)
             metrics = MetricsFile(self.folder.metrics, after_step=self.step)
             self._sinks.append(metrics)
             if metrics.dropped:

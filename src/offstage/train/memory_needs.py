@@ -21,9 +21,9 @@ from offstage.memory.claims import Claim
 from offstage.planning.plan import host_share, plan_placements, staging_bytes
 from offstage.planning.sizes import param_sizes
 from offstage.train.config import TrainConfig
-from offstage.train.model import build
 from offstage.train.parallel import Parallel
 from offstage.train.passes import pieces_of
+from offstage.train.whole_model import model_for
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Needs:
     """What one rank takes, in bytes, without activations."""
 
     parameters: int
-    """Their number, in this rank's share."""
+    """How many are trained, in this rank's share."""
     dtype: torch.dtype
     weights: int
     gradients: int
@@ -58,7 +58,7 @@ class Needs:
 
 def parameters_on_meta(config: TrainConfig, dtype: torch.dtype) -> dict[str, nn.Parameter]:
     """The parameters of a run, as its optimizer has them, without any memory."""
-    return in_order(build(config.model, device="meta", dtype=dtype, sequence=config.data.sequence).named_parameters())
+    return in_order(model_for(config, device="meta", dtype=dtype).named_parameters())
 
 
 def in_order(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Parameter]:
@@ -66,10 +66,10 @@ def in_order(named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, nn.Paramete
     return dict(sorted(named, key=lambda one: one[1].dim() <= 1))
 
 
-def needs_of(config: TrainConfig, parallel: Parallel) -> Needs:
+def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = None) -> Needs:
     """What this rank of a run takes. Raises for settings that no machine can satisfy."""
     dtype = config.model.dtype_on(parallel.device)
-    model = build(config.model, device="meta", dtype=dtype, sequence=config.data.sequence)
+    model = model_for(config, device="meta", dtype=dtype, vocabulary=vocabulary)
     pieces = pieces_of(model, config, parallel)
     named = in_order((name, param) for piece in pieces.values() for name, param in piece.named_parameters())
     offload = config.offload
@@ -80,7 +80,7 @@ def needs_of(config: TrainConfig, parallel: Parallel) -> Needs:
     plan = plan_placements(share.sizes, offload)
     staging = staging_bytes(plan.slots, plan.slot_bytes, plan.window, plan.bytes_of(Placement.STREAMED))
     return Needs(
-        parameters=sum(size.numel for size in share.sizes),
+        parameters=sum(size.numel for size in share.sizes if size.state_bytes),
         dtype=dtype,
         weights=share.weight_bytes,
         gradients=share.gradient_bytes,
@@ -90,12 +90,13 @@ def needs_of(config: TrainConfig, parallel: Parallel) -> Needs:
     )
 
 
-def check_memory(config: TrainConfig, parallel: Parallel) -> Claim:
+def check_memory(config: TrainConfig, parallel: Parallel, vocabulary: int | None = None) -> Claim:
     """Raise a `ConfigError` if this machine has too little memory for the run.
 
-    Returns the claim of its host memory, which other ranks and runs on this host respect until it is released.
+    `vocabulary`: of the tokenizer, which is read if it is not given. Returns the claim of the run's host memory, which
+    other ranks and runs on this host respect until it is released.
     """
-    needs = needs_of(config, parallel)
+    needs = needs_of(config, parallel, vocabulary)
     budget = config.offload.host_budget
     on_host = parallel.device.type == "cpu"
     if not on_host:

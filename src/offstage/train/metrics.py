@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from offstage import ConfigError, OffloadedOptimizer, OffstageError
+from offstage import OffloadedOptimizer, OffstageError
 from offstage.engine.timer import StepTimer, exposed_ms
 from offstage.lanes.lanes import Lane
 from offstage.optimizer.optimizer import runtime_of
@@ -232,28 +232,6 @@ class MetricsFile:
     def close(self) -> None:
         with named(self._path):
             self._file.close()
-
-
-class TensorBoard:
-    """The same rows for TensorBoard, if it is installed."""
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                "run.tensorboard=true needs the tensorboard package; found none. Run `pip install tensorboard`, or "
-                "leave it out: the same numbers are in metrics.jsonl."
-            ) from error
-        self._writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
-
-    def write(self, row: Row) -> None:
-        for name, value in dataclasses.asdict(row).items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, float(value), row.step)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
 
 
 def host_rss_bytes() -> int:

@@ -7,7 +7,7 @@
 
 `model_sizes.py` has the named sizes, `blocks.py` one layer, `transformer.py` the whole model, `language_model.py` the
 interface and the first weights. `stages.py` cuts a model for pipelines; `causal_lm.py` puts a model of the transformers
-package behind the same interface.
+package behind the same interface, and `pretrained.py` reads its weights.
 """
 
 from __future__ import annotations
@@ -67,12 +67,20 @@ def build(
 ) -> LanguageModel:
     """The model that `settings` describe, with its first weights, allocated on `device` without a second copy.
 
+    Those in the folder `settings.weights`, or random ones.
+
     On the meta device it has no weights: for planning, and for cutting into stages or shards before `materialize`.
     `sequence` is the longest input.
     """
-    if settings.transformers is not None:
+    if settings.described_by is not None:
         return build_causal_lm(
-            settings.transformers, device=device, dtype=dtype, vocabulary=vocabulary, sequence=sequence, seed=seed
+            settings.described_by,
+            weights=settings.weights,
+            device=device,
+            dtype=dtype,
+            vocabulary=vocabulary,
+            sequence=sequence,
+            seed=seed,
         )
     model = Transformer(config_of(settings, vocabulary), device="meta", dtype=dtype)
     if torch.device(device).type != "meta":

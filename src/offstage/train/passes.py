@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,11 @@ from offstage import ConfigError, OffloadedOptimizer, offload_activations
 from offstage.activations.offload import ActivationOffload
 from offstage.tensors import reshard
 from offstage.train.config import ActivationSettings, TrainConfig
-from offstage.train.model import BYTES, LanguageModel, build, stages
+from offstage.train.lora import initialize_adapters
+from offstage.train.model import BYTES, LanguageModel, stages
 from offstage.train.parallel import Parallel
 from offstage.train.stages import Stage, mean_loss
+from offstage.train.whole_model import model_for
 
 Mark = Callable[[str], None]
 """Called with the phase that begins: ``"forward"``, ``"backward"``."""
@@ -196,20 +198,15 @@ def pieces_of(model: LanguageModel, config: TrainConfig, parallel: Parallel) -> 
     return dict(list(enumerate(stages(model, num_stages)))[parallel.stage :: parallel.stages])
 
 
-def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
-    """The model of `config`, divided as `parallel` says, with its first weights and on its device.
+def passes_for(config: TrainConfig, parallel: Parallel, vocabulary: int = BYTES) -> Passes:
+    """The model of `config` for tokens in ``range(vocabulary)``, divided as `parallel` says, on its device.
 
     A divided model is made on meta, compiled, sharded, and only then gets weights: each rank allocates only its own.
     """
     whole = parallel.stages == 1
     late = not whole or parallel.sharded
-    model = build(
-        config.model,
-        device="meta" if late else parallel.device,
-        dtype=config.model.dtype_on(parallel.device),
-        sequence=config.data.sequence,
-        seed=config.run.seed,
-    )
+    device, dtype = torch.device("meta") if late else parallel.device, config.model.dtype_on(parallel.device)
+    model = model_for(config, device=device, dtype=dtype, vocabulary=vocabulary)
     pieces = pieces_of(model, config, parallel)
     for piece in pieces.values():
         if config.model.compile:
@@ -218,31 +215,38 @@ def passes_for(config: TrainConfig, parallel: Parallel) -> Passes:
         parallel.shard(piece, piece.groups())
         if late:
             piece.materialize(parallel.device, config.run.seed)
+        initialize_adapters(piece, config.run.seed)
     return Whole(model, config.data.micro_batches) if whole else Staged(pieces, parallel, config)
 
 
 @torch.no_grad()
-def sample_text(
-    logits_of: Callable[[torch.Tensor], torch.Tensor], prompt: bytes, length: int, *, sequence: int, seed: int
-) -> bytes:
-    """`length` bytes that the model writes after `prompt`, one by one. All ranks call it.
+def sample_tokens(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    prompt: Sequence[int],
+    length: int,
+    *,
+    vocabulary: int,
+    sequence: int,
+    seed: int,
+) -> list[int]:
+    """`length` tokens that the model writes after `prompt`, one by one. All ranks call it.
 
-    `logits_of` takes [1, sequence] tokens and returns [1, sequence, vocabulary] on every rank. The window always has
-    training's length, padded with zeros at its end, which a causal model does not see: one shape for compiled blocks
-    and pipelines. Samples have their own generator and leave training's random numbers alone.
+    `logits_of` takes [1, sequence] tokens and returns [1, sequence, vocabulary or more] on every rank. The window
+    always has training's length, padded with zeros at its end, which a causal model does not see: one shape for
+    compiled blocks and pipelines. Samples have their own generator and leave training's random numbers alone.
     """
     generator = torch.Generator().manual_seed(seed)
-    text = bytearray(prompt)
+    tokens = list(prompt)
     for _ in range(length):
-        seen = bytes(text[-sequence:])
+        seen = tokens[-sequence:]
         window = torch.zeros(1, sequence, dtype=torch.int64, device="cpu")
-        window[0, : len(seen)] = torch.frombuffer(bytearray(seen), dtype=torch.uint8)
-        logits = logits_of(window)[0, len(seen) - 1, :BYTES].float().cpu()
+        window[0, : len(seen)] = torch.tensor(seen, dtype=torch.int64, device="cpu")
+        logits = logits_of(window)[0, len(seen) - 1, :vocabulary].float().cpu()
         if not logits.isfinite().all():
             break  # no text from weights that are not finite
         chances = torch.softmax(logits / TEMPERATURE, dim=-1)
-        text.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return bytes(text[len(prompt) :])
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return tokens[len(prompt) :]
 
 
 @contextlib.contextmanager

@@ -6,7 +6,13 @@ run.json         command, versions, machine, plan
 metrics.jsonl    a row per step; metrics.damaged-1.jsonl as it was before damaged lines were left out
 receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
+memory_snapshot.pickle    torch's memory snapshot after that step, if it was asked for
 samples.txt      text that the model wrote
+model/           config.json of a transformers model
+tokenizer/       a copy of the tokenizer, if there is one
+tokens-….bin     the data as tokens, if a tokenizer or a column is given; tokens-….json is about it
+tensorboard/     event files, if run.track names it
+wandb.json       the identity of the run in W&B, if run.track names it; wandb/ has its files
 checkpoints/     step-00000100, …; damaged/ has those that run.fallback passed over
 """
 
@@ -17,12 +23,16 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 from offstage import OffstageError
 from offstage.train.reading import BadFileError, read_object
+
+TOKENS = "tokens-*"
+"""Files of tokens, and what is about them."""
 
 
 class RunFolder:
@@ -35,11 +45,18 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.receipt = self.path / "receipt.json"
         self.observed = self.path / "observed.json"
+        self.memory_snapshot = self.path / "memory_snapshot.pickle"
         self.samples = self.path / "samples.txt"
         self.checkpoints = self.path / "checkpoints"
         self.tensorboard = self.path / "tensorboard"
+        self.model = self.path / "model"
+        self.tokenizer = self.path / "tokenizer"
+        self.wandb = self.path / "wandb.json"
         self.begun = False
-        """Whether the run has been accepted. Until then, what it makes here is removed if it fails."""
+        """Whether the run has been accepted. Until then, what it makes here is removed if it fails.
+
+        Tokens stay: making them may have taken hours.
+        """
         self._lock = self.path / ".lock"
 
     @contextlib.contextmanager
@@ -59,9 +76,16 @@ class RunFolder:
                 yield self
             except BaseException:
                 if not self.begun:
-                    made = set(self.path.iterdir()).difference(found, missing)
-                    _remove([*made, *missing])
+                    self._remove_made(found.union(missing))
+                    _remove(missing)
                 raise
+
+    def _remove_made(self, others: set[Path]) -> None:
+        """Remove what is in the folder besides `others` and complete files of tokens."""
+        made = set(self.path.iterdir()).difference(others)
+        for folder in made & {self.tensorboard, self.wandb.with_suffix("")}:
+            shutil.rmtree(folder, ignore_errors=True)
+        _remove(path for path in made if not path.match(TOKENS))
 
     def _take(self, lock: TextIO) -> None:
         try:
@@ -77,6 +101,11 @@ class RunFolder:
             f"Another process is training in {self.path}; expected one at a time. Wait for it, or choose another "
             "run.folder."
         )
+
+    def make(self, path: Path) -> None:
+        """Make a folder in it, unless it is there."""
+        with named(path):
+            path.mkdir(exist_ok=True)
 
     def write_text(self, path: Path, text: str) -> None:
         """Replace a small file atomically."""

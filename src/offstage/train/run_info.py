@@ -19,14 +19,14 @@ from offstage import OffloadedOptimizer, OffstageError, Plan, Workload, make_pla
 from offstage.memory.cpus import usable_cpus
 from offstage.train.config import TrainConfig
 from offstage.train.metrics import Meter
-from offstage.train.model import config_of
+from offstage.train.model import BYTES, config_of
 from offstage.train.parallel import Parallel
 
 logger = logging.getLogger("offstage")
 
 
 def run_info(
-    config: TrainConfig, parallel: Parallel, optimizer: OffloadedOptimizer, *, parameters: int
+    config: TrainConfig, parallel: Parallel, optimizer: OffloadedOptimizer, *, parameters: int, vocabulary: int = BYTES
 ) -> dict[str, Any]:
     """Plain values for JSON."""
     data = config.data
@@ -40,7 +40,7 @@ def run_info(
         },
         "machine": machine(parallel.device),
         "world": {"ranks": parallel.ranks, "stages": parallel.stages, "sharded": parallel.sharded},
-        "model": identity(config, parallel.device),
+        "model": identity(config, parallel.device, vocabulary),
         "parameters": parameters,
         "tokens_per_step": data.sequence * data.batch * data.micro_batches * parallel.data_ranks,
         "plan": json.loads(optimizer.plan.to_json()),
@@ -63,12 +63,19 @@ def machine(device: torch.device) -> dict[str, Any]:
     return found
 
 
-def identity(config: TrainConfig, device: torch.device) -> dict[str, Any]:
+def identity(config: TrainConfig, device: torch.device, vocabulary: int = BYTES) -> dict[str, Any]:
     """What must be equal for a checkpoint of one run to fit another; loading compares transformers models."""
     dtype = str(config.model.dtype_on(device)).removeprefix("torch.")
-    if config.model.transformers is not None:
-        return {"package": "transformers", "dtype": dtype}
-    return {"package": "offstage", **dataclasses.asdict(config_of(config.model)), "dtype": dtype}
+    lora = config.lora
+    adapters = (
+        {"lora": f"rank {lora.rank}, scale {lora.scale:g}, {' '.join(lora.targets) or 'all blocks'}"}
+        if lora.rank
+        else {}
+    )
+    if config.model.described_by is not None:
+        return {"package": "transformers", "dtype": dtype, **adapters}
+    sizes = dataclasses.asdict(config_of(config.model, vocabulary))
+    return {"package": "offstage", **sizes, "dtype": dtype, **adapters}
 
 
 def predicted_plan(
@@ -103,6 +110,6 @@ def predicted_plan(
         return None
 
 
-def num_parameters_of(model: torch.nn.Module) -> int:
-    """Parameters of this rank's stages; a sharded one counts whole."""
-    return sum(param.numel() for param in model.parameters())
+def num_parameters_of(model: torch.nn.Module, *, trained: bool = False) -> int:
+    """Parameters of this rank's stages, all or the trained ones; a sharded one counts whole."""
+    return sum(param.numel() for param in model.parameters() if param.requires_grad or not trained)

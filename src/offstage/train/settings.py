@@ -77,7 +77,7 @@ def _in_words(choice: Any) -> str:
     if get_origin(choice) is tuple:
         first, *others = get_args(choice)
         if others == [...]:
-            return f"a list, each {_in_words(first)}"
+            return f"a list, each {expected(first)}"
         return f"{len(others) + 1} values, each {_in_words(first)}"
     if get_origin(choice) is not None:
         return "a table from names to names"

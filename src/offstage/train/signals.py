@@ -50,6 +50,13 @@ class StopRequests:
         """Request a stop, as the signal does."""
         self._asked, self._asked_at = int(number), time.monotonic()
 
+    def check(self) -> None:
+        """Leave now if this process has got a request: for long work before the first step, which saves nothing."""
+        if self._asked == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._asked:
+            raise SystemExit(128 + self._asked)  # as shells report signals
+
     def begin_step(self, *, failed: bool = False) -> None:
         """Start to exchange the requests so far between ranks, without waiting.
 

@@ -8,8 +8,8 @@
 
 [Note: the host's time in backward] Autograd's thread calls the hooks and launches backward's own kernels: whatever a
 hook takes, backward may take longer. Giving work to lanes costs tenths of a millisecond, and a model has hundreds of
-parameters, most of them small. So updates begin for a chunk's worth of parameters at a time; what is collected when
-backward ends is left to `step()`.
+parameters, most of them small. So updates begin for a chunk's worth of parameters at a time, or for an eighth of them
+in a small model; what is collected when backward ends is left to `step()`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class Overlap:
         """What was said about parameters whose module's forward is not seen."""
         self._collected: dict[Engine, dict[ParamState, None]] = {}
         """Whose update in backward is due and has not begun, in the order of their gradients."""
-        self._collected_bytes = 0
         self._in_flight: deque[ParamState] = deque()
         self._bytes_in_flight = 0
         self._running: set[torch.Tensor] = set()
@@ -165,12 +164,14 @@ class Overlap:
         with self._owner.turn, torch.no_grad(), deferred_interrupts():
             if param.grad is None:  # zeroed by another thread, while this one waited for its turn
                 return
-            for engine, _ in self._owner.places.by_engine([param]):
-                if self._off or self._captured(engine):
-                    return
+            found = self._owner.places.place_of(param)
+            if found is None or self._off or self._captured(found[0]):
+                return
             if not self._fired and not self._accumulating:
-                self._begin_backward()  # which may place parameters anew
-            for engine, (state,) in self._owner.places.by_engine([param]):
+                self._begin_backward()
+                found = self._owner.places.place_of(param)  # it may have another place now
+            if found is not None:
+                engine, state = found
                 self._gradient_ready(state, engine)
 
     def _begin_backward(self) -> None:
@@ -311,17 +312,11 @@ class Overlap:
     def _collect(self, state: ParamState, engine: Engine) -> None:
         """Its update is due; it begins when a chunk's worth is. See [Note: the host's time in backward]."""
         collected = self._collected.setdefault(engine, {})
-        if state not in collected:
-            collected[state] = None
-            self._collected_bytes += state.nbytes
-        if self._collected_bytes >= engine.chunk_bytes:
-            states = list(collected)
-            self._forget_collected()
-            self._update_now(states, engine)
-
-    def _forget_collected(self) -> None:
-        self._collected.clear()
-        self._collected_bytes = 0
+        collected[state] = None
+        is_chunk = sum(one.nbytes for one in collected) >= engine.chunk_bytes
+        if is_chunk or sum(one.local.nbytes for one in collected) >= self.selection.most_collected:
+            del self._collected[engine]
+            self._update_now(list(collected), engine)
 
     def _update_now(self, states: Sequence[ParamState], engine: Engine) -> None:
         if not self._owner.iteration.early:
@@ -360,7 +355,7 @@ class Overlap:
         self._fired.clear()
         self._unseen.clear()
         self._cues_so_far = 0
-        self._forget_collected()
+        self._collected.clear()
 
     def replanned(self, config: OffloadConfig) -> None:
         """State has moved: what was learned about the old places does not hold for the new ones."""

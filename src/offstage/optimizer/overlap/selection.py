@@ -30,6 +30,10 @@ _MEASURED_BACKWARD = 2
 """Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
 
 
+_COLLECTED = 1 / 8
+"""Share of the gradients whose updates begin together at the latest."""
+
+
 class BackwardSelection:
     """What one optimizer has learned."""
 
@@ -38,6 +42,8 @@ class BackwardSelection:
         self.params: frozenset[torch.Tensor] = frozenset()
         self.most_in_flight = 0.0
         """Bytes of gradients that may wait for their updates."""
+        self.most_collected = 0.0
+        """Bytes of gradients whose updates begin together at the latest."""
         self._config, self._speculation, self._leaves_some = config, speculation, leaves_some
         self._once: frozenset[torch.Tensor] = frozenset()
         self._never: frozenset[torch.Tensor] = frozenset()
@@ -108,7 +114,8 @@ class BackwardSelection:
                 last = _first(engine.arenas.offloaded(self._once, Placement.STREAMED), OLD_WEIGHTS_ON_HOST)
                 self._keep_on_host(engines, engine, [held for held in last if held not in left])
         self.params = self._once - {held.param for held in left}
-        self.most_in_flight = GRADIENTS_IN_FLIGHT * sum(param.nbytes for param in self.params)
+        nbytes = sum(param.nbytes for param in self.params)
+        self.most_in_flight, self.most_collected = GRADIENTS_IN_FLIGHT * nbytes, _COLLECTED * nbytes
         logger.info(
             "update_in_backward: %d parameters in backward; in step(): %d that there is no time for, %d whose "
             "gradients come in parts or whose forward is run again",

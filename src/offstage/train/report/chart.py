@@ -162,9 +162,12 @@ class Chart:
         path = f"{self._path(upper)} L{self._path(list(reversed(lower)))[1:]} Z"
         self._parts.append(f'<path d="{path}" style="fill:var(--{color})" fill-opacity="{opacity}" stroke="none"/>')
 
-    def level(self, value: float, color: str) -> None:
-        """A dashed line across."""
-        self.line([(self.x.low, value), (self.x.high, value)], color, dashed=True, width=1.4)
+    def level(self, value: float, color: str, *, dashed: bool = True, over_areas: bool = False) -> None:
+        """A line across; `over_areas` of any colour it has a ground of its own."""
+        ends = [(self.x.low, value), (self.x.high, value)]
+        if over_areas:
+            self.line(ends, "panel", width=4.0)
+        self.line(ends, color, dashed=dashed, width=1.6)
 
     def band(self, start: float, stop: float, color: str) -> None:
         """A part of the background."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeGuard
 
 from offstage import ConfigError, Plan
 from offstage.optimizer.receipt import Receipt
@@ -42,6 +43,8 @@ MOST_ROWS = 50_000
 _MOST_SAMPLE_BYTES = 16 * 2**10
 _SHOWN_LINES, _SHOWN_CHARACTERS = 5, 120
 """Of the lines that are no rows."""
+_MOST_CONFIG = 64 * 2**10
+"""Characters of config.toml that are parsed; `to_toml` writes a few thousand."""
 _SAMPLE = re.compile(r"^(?=--- step \d+ ---$)", re.MULTILINE)
 """Where an entry of samples.txt begins."""
 
@@ -52,6 +55,8 @@ class Recorded:
 
     name: str
     config: str
+    settings: dict[str, dict[str, Any]]
+    """Of config.toml: section → name → value; empty if it is not such a file."""
     run: dict[str, Any]
     rows: tuple[Row, ...]
     """One per step that counts, in order."""
@@ -75,12 +80,14 @@ class Recorded:
         problems: list[str] = []
         about = fields_of(_object(files.run, problems), _RUN, problems, files.run.name)
         receipt = _object(files.receipt, problems)
+        config = _text(files.config, read_bytes, problems)
         return cls(
             name=folder.resolve().name,
-            config=_text(files.config, read_bytes, problems),
+            config=config,
+            settings=_settings(config, problems),
             run=about,
             rows=tuple(_rows(files.metrics, problems)),
-            receipt=fields_of(receipt, shapes_of(Receipt), problems, files.receipt.name, others=plain()),
+            receipt=fields_of(receipt, _RECEIPT, problems, files.receipt.name, others=plain()),
             observed=_observed(files.observed, problems),
             plan=_plan(about.get("plan"), problems),
             sample=_SAMPLE.split(_text(files.samples, _read_sample, problems))[-1].strip(),
@@ -130,7 +137,7 @@ def counting(rows: Iterable[Row], most: int = MOST_ROWS) -> tuple[list[Row], int
     return kept, every
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether `value` is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -162,7 +169,7 @@ def _plan_fields(value: Any, where: str) -> Any:
     return value
 
 
-_NUMBER, _WORDS = number(), text(200)
+_NUMBER, _SIGNED, _WORDS = number(), whole(-(2**62)), text(200)
 _PHASE = record({"name": _WORDS, "start_ms": _NUMBER, "stop_ms": _NUMBER})
 _BINS = list_of(whole(), NUM_BINS)
 _OBSERVED: dict[str, Shape] = {
@@ -187,8 +194,11 @@ _RUN: dict[str, Shape] = {
     "parameters": whole(),
     "tokens_per_step": whole(),
     "plan": _plan_fields,
+    "net_saved_bytes": optional(_SIGNED),
 }
 """run.json, as `run_info` makes it."""
+_RECEIPT: dict[str, Shape] = {**shapes_of(Receipt), "net_saved_bytes": optional(_SIGNED)}
+"""receipt.json: a `Receipt`. A saving below 0 is a loss."""
 _ROW: dict[str, Shape] = {name: optional(shape) for name, shape in shapes_of(metrics.Row).items()}
 _ROW["step"] = whole(0, 2**48)
 """A line of metrics.jsonl."""
@@ -215,6 +225,29 @@ def _text(path: Path, read: Callable[[Path], bytes], problems: list[str]) -> str
     except BadFileError as error:
         problems.append(f"{path.name} could not be read ({error}); it is missing here.")
         return ""
+
+
+def _settings(config: str, problems: list[str]) -> dict[str, dict[str, Any]]:
+    """The tables of `config` and the plain values in them."""
+    try:
+        if len(config) > _MOST_CONFIG:
+            raise BadFileError(f"expected at most {_MOST_CONFIG:,} characters; found {len(config):,}")
+        return _plain_tables(tomllib.loads(config))
+    except (BadFileError, ValueError, RecursionError) as error:
+        problems.append(f"config.toml could not be parsed ({str(error)[:200]}): budgets and settings are not known.")
+        return {}
+
+
+def _plain_tables(tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Of each table, the values that are numbers, flags, texts, or lists and tables of these."""
+    found: dict[str, dict[str, Any]] = {}
+    for section, values in tables.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            try:
+                found.setdefault(text(200)(section, "a table"), {})[text(200)(name, section)] = plain()(value, name)
+            except BadFileError:
+                continue  # a date, or a text longer than any setting: config.toml is shown whole below
+    return found
 
 
 def _read_sample(path: Path) -> bytes:

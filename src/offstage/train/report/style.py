@@ -81,21 +81,51 @@ section { background: var(--panel); border: 1px solid var(--rule); border-radius
 .problems { border-left: 3px solid var(--warn); padding-left: .8rem; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.6rem, 1fr)); gap: .7rem; margin: 1.2rem 0 0;
   padding: 0; }
-@media (min-width: 56rem) { .tiles { grid-template-columns: repeat(5, 1fr); } }
+@media (min-width: 56rem) { .tiles { grid-template-columns: repeat(4, 1fr); } }
 .tiles div { background: var(--panel); border: 1px solid var(--rule); border-radius: .6rem; padding: .55rem .8rem; }
 .tiles dt { color: var(--quiet); font-size: .8rem; }
 .tiles dd { margin: 0; font-size: 1.2rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.headline { display: grid; grid-template-columns: repeat(auto-fit, minmax(14rem, 1fr)); gap: .7rem;
+  margin: 1.1rem 0 0; }
+.headline div { background: var(--panel); border: 1px solid var(--rule); border-left: 3px solid var(--good);
+  border-radius: .6rem; padding: .7rem .95rem; }
+.headline div.bad { border-left-color: var(--warn); }
+.headline dt { color: var(--quiet); font-size: .87rem; }
+.headline dd { margin: 0; color: var(--quiet); font-size: .87rem; }
+.headline dt + dd { color: var(--ink); font-size: 1.65rem; line-height: 1.3; font-weight: 600;
+  font-variant-numeric: tabular-nums; }
+.headline .bad dt + dd { color: var(--warn); }
+.advice { border-left: 3px solid var(--rule); padding: .1rem 0 .1rem .9rem; margin-top: .9rem; }
+.advice p { margin: .3rem 0; overflow-wrap: anywhere; }
 figure { margin: .6rem 0 0; }
 figcaption { font-size: .87rem; margin-top: .3rem; }
 .scroll { overflow-x: auto; }
-.scroll > svg { min-width: 36rem; }
 svg { display: block; width: 100%; height: auto; font-size: 12.5px; }
 svg text { fill: var(--ink); font-variant-numeric: tabular-nums; }
 svg .label, svg .quiet { fill: var(--quiet); }
 svg .grid { stroke: var(--rule); fill: none; }
 svg .axis { stroke: var(--quiet); fill: none; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(19rem, 1fr)); gap: 1rem 1.5rem; }
-.pair .scroll > svg { min-width: 0; }
+.plot { position: relative; }
+.narrow { display: none; }
+.hover { position: absolute; inset: var(--wide, var(--small)); display: flex; }
+.hover label { min-width: 0; cursor: crosshair; }
+.hover input { position: absolute; left: var(--x); bottom: 0; width: 1px; height: 1px; margin: 0; opacity: 0;
+  pointer-events: none; }
+.hover span { display: none; position: absolute; pointer-events: none; top: .25rem; left: calc(var(--x) + .6rem);
+  z-index: 1; grid-template-columns: auto auto; gap: 0 .7rem; width: max-content; max-width: 21rem;
+  padding: .3rem .55rem; background: var(--panel); border: 1px solid var(--quiet); border-radius: .35rem;
+  font-size: .8rem; line-height: 1.4; font-variant-numeric: tabular-nums; }
+.hover .left span { left: auto; right: calc(100% - var(--x) + .6rem); }
+.hover strong { grid-column: 1 / -1; font-weight: 600; overflow-wrap: anywhere; }
+.hover em { font-style: normal; }
+.hover em::before { content: ""; display: inline-block; width: .7em; height: .7em; border-radius: .15em;
+  margin-right: .4em; background: var(--key, transparent); }
+.hover b { font-weight: 600; text-align: right; }
+.hover label:hover::before, .hover:not(:hover) label:focus-within::before { content: ""; position: absolute;
+  left: var(--x); top: 0; bottom: 0; border-left: 1px solid var(--ink); pointer-events: none; }
+.hover label:hover span, .hover:not(:hover) input:focus ~ span { display: grid; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(19rem, 100%), 1fr)); gap: 1rem 1.5rem; }
+.pair > div { min-width: 0; }
 .legend { display: flex; flex-wrap: wrap; gap: .25rem 1.1rem; list-style: none; margin: .4rem 0 .2rem; padding: 0;
   font-size: .87rem; }
 .legend i { display: inline-block; width: .85em; height: .85em; border-radius: .15em; margin-right: .4em;
@@ -107,7 +137,20 @@ table { border-collapse: collapse; width: 100%; font-size: .92rem; }
 th, td { text-align: left; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { font-weight: 500; color: var(--quiet); }
 tbody th { width: 15rem; }
-@media (max-width: 40rem) { tbody th { width: 40%; } }
+.grid tbody th { width: auto; }
+.grid th, .grid td { overflow-wrap: normal; }
+.runs { flex-direction: column; font-size: 1rem; margin-top: .8rem; overflow-wrap: anywhere; }
+@media (max-width: 40rem) {
+  main { padding: 1rem .6rem 2rem; }
+  section { padding: .8rem .75rem; }
+  tbody th { width: 40%; }
+  .grid { font-size: .83rem; }
+  .grid th.number, .grid td, .grid td.number { padding-right: .45rem; white-space: normal; }
+  .wide { display: none; }
+  .narrow { display: block; }
+  .hover { inset: var(--narrow, var(--small)); }
+  .hover span { max-width: 11rem; font-size: .75rem; padding: .25rem .4rem; gap: 0 .5rem; }
+}
 td { font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 td.number, th.number { text-align: right; white-space: nowrap; }
 pre { margin: .3rem 0 0; padding: .7rem .9rem; background: var(--ground); border: 1px solid var(--rule);
@@ -128,7 +171,7 @@ footer { color: var(--quiet); font-size: .85rem; margin-top: 1.4rem; }
   figure, table, .tiles div { break-inside: avoid; }
   pre.columns { columns: 3; }
   .scroll { overflow: visible; }
-  .scroll > svg { min-width: 0; }
+  .hover { display: none; }
   pre { overflow: visible; white-space: pre-wrap; overflow-wrap: anywhere; font-size: 6.6pt; padding: .5rem;
     background: none; }
 }
@@ -137,8 +180,9 @@ footer { color: var(--quiet); font-size: .85rem; margin-top: 1.4rem; }
 
 def css() -> str:
     """The page's style sheet, always light on paper."""
+    keys = "\n".join(f".hover .{name} {{ --key: var(--{name}); }}" for name in LIGHT)
     dark = f"@media screen and (prefers-color-scheme: dark) {{ :root {{ color-scheme: dark; {_variables(DARK)} }} }}"
-    return f":root {{ color-scheme: light; {_variables(LIGHT)} }}\n{dark}\n{_RULES}"
+    return f":root {{ color-scheme: light; {_variables(LIGHT)} }}\n{dark}\n{_RULES}{keys}"
 
 
 def _variables(colors: dict[str, str]) -> str:

@@ -18,7 +18,7 @@ Rows = list[tuple[str, str]]
 
 
 def tiles(run: Recorded) -> Rows:
-    """The most important numbers."""
+    """Numbers of the run beside the headline's."""
     found: list[tuple[str, str | None]] = [
         ("parameters", _count(run.run.get("parameters"))),
         ("steps", f"{run.rows[-1]['step']:,}" if run.rows else None),
@@ -26,10 +26,8 @@ def tiles(run: Recorded) -> Rows:
         ("evaluation", _decimals(run.last("eval_loss"))),
         ("tokens per second", _whole(run.usual("tokens_per_s"))),
         ("step", _ms(run.usual("step_ms"))),
-        ("device, peak", _size(run.most("device_peak_bytes"))),
         ("host, most", _size(run.most("host_rss_bytes"))),
         ("state off the device", _size(run.receipt.get("host_state_bytes"))),
-        ("waited for updates", _ms(run.usual("exposed_ms"))),
     ]
     return [(name, value) for name, value in found if value is not None]
 
