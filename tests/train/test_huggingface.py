@@ -345,9 +345,7 @@ def test_a_file_that_is_cut_off_while_it_is_read(stand_in_package, tmp_path):
     stand_in.save_weights(tmp_path / "source")
     model = build(ModelSettings(weights=str(tmp_path / "source")), device="cpu", dtype=torch.float32, sequence=16)
     os.truncate(tmp_path / "source/model.safetensors", 6000)
-    with pytest.raises(
-        ConfigError, match=r"bytes from byte .* the file ends at 6,000\. The file is damaged"
-    ):
+    with pytest.raises(ConfigError, match=r"bytes from byte .* the file ends at 6,000\. The file is damaged"):
         model.weights.load(model.lm)
 
 
