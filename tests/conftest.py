@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings for every test."""
 
+import gc
+import importlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +21,14 @@ os.environ["OFFSTAGE_CACHE"] = _cache.name
 # instruction. The tests need no fast matrix products.
 torch.backends.mkldnn.enabled = False
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of every later garbage collection: they stay, and each would go through them all."""
+    importlib.import_module("torch._dynamo")  # the first step of any optimizer imports it
+
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

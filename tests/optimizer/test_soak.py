@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Long lives: 10,000 steps with changing settings, and 200 optimizers made and dropped, leave nothing behind."""
+"""Long lives: 6,000 steps with changing settings, and 120 optimizers made and dropped, leave nothing behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from offstage.optimizer.optimizer import runtime_of
 from tests.support.threaded_lanes import wait_until
 from tests.support.training import THREADED, lazily
 
-STEPS, OPTIMIZERS = 10_000, 200
+STEPS, OPTIMIZERS = 6_000, 120
+WARM_STEPS, WARM_OPTIMIZERS = 500, 60
 WIDTH = 40
 PAGE = os.sysconf("SC_PAGE_SIZE")
 CUES: list[tuple[Any, dict[str, Any]]] = [
@@ -45,7 +46,7 @@ PLANS: list[dict[str, Any]] = [
 MOST_GROWTH = {
     "objects": 40, "blocks": 400, "mappings": 16, "resident_bytes": 16 * 2**20, "descriptors": 0, "threads": 0
 }  # fmt: skip
-"""Far less than one for each of 320 changes of the plan, of 160 loads or of 200 optimizers. Blocks come and go with
+"""Far less than one for each of 200 changes of the plan, of 80 loads or of 120 optimizers. Blocks come and go with
 Python's caches. Malloc has a heap for each of some threads, and what these hold depends on which thread ran when: over
 1,000 optimizers resident memory grows by 0.2 MiB, over any 200 by up to 9."""
 
@@ -145,11 +146,11 @@ class Life:
 
 def test_steps_leave_nothing_behind():
     lives = [Life(number) for number in range(len(CUES))]
-    for number in range(500):  # what happens repeats itself after as many steps
+    for number in range(WARM_STEPS):  # what happens repeats itself after as many steps
         for life in lives:
             life.step(number)
     before = Held.now()
-    for number in range(500, STEPS // len(lives)):
+    for number in range(WARM_STEPS, STEPS // len(lives)):
         for life in lives:
             life.step(number)
     assert_no_growth(before)
@@ -184,10 +185,10 @@ def short_life(number: int, folder: Path) -> None:
 
 def test_optimizers_leave_nothing_behind(tmp_path):
     Life(0)  # torch imports more with the process's first optimizer, and the import keeps its callers' frames alive
-    for number in range(60):
+    for number in range(WARM_OPTIMIZERS):
         short_life(number, tmp_path)
     before = Held.now()
-    for number in range(60, 60 + OPTIMIZERS):
+    for number in range(WARM_OPTIMIZERS, WARM_OPTIMIZERS + OPTIMIZERS):
         short_life(number, tmp_path)
     assert_no_growth(before)
     assert checkpoint.is_complete(tmp_path / "0")

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import concurrent.futures.thread
 import contextlib
+import functools
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
 
@@ -65,22 +67,36 @@ class Steps:
         threading.setprofile(None)
 
     def _in_thread(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
-            self.called.add(_place(frame))
+        if event == "call" and (place := _place(frame.f_code)).ours:
+            self.called.add(str(place))
 
     def _in_main_thread(self, frame: FrameType, event: str, _: Any) -> None:
         self._in_thread(frame, event, _)
-        name = frame.f_code.co_filename
-        if event in ("call", "c_return") and (name.startswith(str(SOURCE)) or name in _OTHERS):
-            self.files.append(_place(frame).partition(":")[0])
+        if event in ("call", "c_return") and (place := _place(frame.f_code)).counts:
+            self.files.append(place.file)
             if len(self.files) - 1 == self._interrupt_at:
                 signal.raise_signal(signal.SIGINT)
 
 
-def _place(frame: FrameType) -> str:
-    name = frame.f_code.co_filename
-    file = str(Path(name).relative_to(SOURCE)) if name.startswith(str(SOURCE)) else Path(name).name
-    return f"{file}:{frame.f_code.co_qualname.replace('.<locals>', '')}"
+@dataclass(frozen=True)
+class _Place:
+    file: str
+    """Relative to the source."""
+    function: str
+    ours: bool
+    counts: bool
+    """Ctrl-C may arrive here."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.function}"
+
+
+@functools.cache  # it is asked for at every call of every function
+def _place(code: CodeType) -> _Place:
+    name = code.co_filename
+    ours = name.startswith(str(SOURCE))
+    file = str(Path(name).relative_to(SOURCE)) if ours else Path(name).name
+    return _Place(file, code.co_qualname.replace(".<locals>", ""), ours, ours or name in _OTHERS)
 
 
 _START = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
