@@ -58,7 +58,7 @@ FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16, split masters": (torch.bfloat16, {"master_weights": "split"}),
 }
 BF16 = [name for name, (dtype, _) in FORMATS.items() if dtype == torch.bfloat16]
-LARGE = Size(gates=6)
+LARGE = Size(gates=6, window=2**21)
 """State of about 12 MiB, so that device memory that grows by a part of it is seen."""
 SLACK = 512 * 1024
 """What may come and go on the device without being state: counters, coefficients, rounding by the allocator."""

@@ -59,7 +59,7 @@ class Training:
         adamw = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         lanes = use_lanes(lambda device: DelayedLanes(device, delayed)) if delayed else contextlib.nullcontext()
         with lanes:
-            self.optimizer = offstage.offload(adamw, self.model, chunk_bytes="32MiB", slots=3, **config)
+            self.optimizer = offstage.offload(adamw, self.model, chunk_bytes="32MiB", **config)
         self.clock = Clock()
         for _ in range(WARM_UP):
             self.iterate()

@@ -41,7 +41,7 @@ _CPU_IN_BACKWARD = 0.85
 """Share of its rate that the CPU reaches during backward, where pieces wait for the last of their gradients."""
 _FORWARD_LAUNCHES, _BACKWARD_LAUNCHES = 0.35, 0.45
 """Shares of a forward and of a backward in which the host launches its kernels, where the workload does not say."""
-_SUBMITS_PER_PARAM, _SUBMITS_PER_CHUNK, _SUBMITS_PER_HOST_CHUNK = 3.5, 10.0, 18.0
+_SUBMITS_PER_PARAM, _SUBMITS_PER_CHUNK, _SUBMITS_PER_HOST_CHUNK = 6.0, 10.0, 30.0
 """What an update in backward costs autograd's thread, in units of `Machine.submit_us`: of a parameter, whose hooks are
 called and whose kernel is launched; of a chunk's trip; of a chunk that goes to the CPU, whose thread takes the GIL from
 the loop's."""
