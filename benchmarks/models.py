@@ -8,7 +8,7 @@
 
 Models of the transformers library, bf16 with fp32 masters, as their classes are, without recomputation or clipping. The
 three that are `unseen`: a Llama of 1.24B parameters with tied embeddings (8,192 tokens), a mixture of 32 experts with
-0.92B (8,192 tokens), a DINOv2 of 0.68B (64 images). The planner's constants were fitted to the 2.70B workload and to the
+0.92B (8,192 tokens), a DINOv2 of 0.68B (64 images). The planner's constants were fitted to the 2.70B workload and the
 three of `calibration`: a Llama of 1.52B (9,216 tokens), a Mixtral of 1.50B (8,192 tokens), a ViT of 0.63B (64 images);
 since then, also to rows of the unseen ones.
 

@@ -593,7 +593,7 @@ def test_it_outlives_what_it_is_made_of():
         torch.manual_seed(0)
         model = nn.ModuleList([Trunk()])
         model.forward = lambda x: model[0](x)
-        handle = offload_activations(model, min_bytes=0, layers=[model[0]], keep_last=0) if offload else None
+        handle = offload_activations(model, min_bytes=0, layers=[model[0]]) if offload else None
         sum(model(torch.randn(3, WIDTH))).sum().backward()
         model.zero_grad()
         first, second = model(torch.randn(3, WIDTH))

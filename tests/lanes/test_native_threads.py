@@ -157,3 +157,39 @@ def test_an_error_while_preparing_is_the_jobs_error_and_nothing_runs():
     assert not marks.words.any()
     with pytest.raises(ValueError, match="no kernel"):
         threads.run(slices)
+
+
+def test_native_threads_outlive_jobs_that_are_about_to_use_them():
+    """The owner is dropped while a job prepares its slices: its tickets come after the queue was closed."""
+    ready, go, over = threading.Event(), threading.Event(), threading.Event()
+    marks = Marks(8)
+
+    def prepare():
+        ready.set()
+        assert go.wait(ENDED_WITHIN_S)
+        return marks
+
+    threads = HostThreads(3)
+    threads.run(Marks(4).slices())
+    threads.give([NativeSlice(prepare, i, i + 1) for i in range(8)], wait=lambda: None, done=lambda error: over.set())
+    assert ready.wait(ENDED_WITHIN_S)
+    dropping = threading.Thread(target=threads._queue.close)
+    dropping.start()
+    dropping.join()
+    go.set()
+    assert over.wait(ENDED_WITHIN_S)
+    assert (marks.words == 1).all()
+
+
+def test_a_run_that_is_not_over_keeps_its_place_in_the_ring(monkeypatch):
+    monkeypatch.setattr("offstage.lanes.native_threads._MOST", 8)
+    native, marks = NativeThreads(1, None, "test-"), Marks(4)
+    tickets = [one.ticket() for one in marks.slices()]
+    assert native.run(tickets)
+    native._firsts.add(3)  # of a run that is not over
+    assert native.run(tickets)
+    assert not native.run(tickets)
+    native._firsts.remove(3)
+    assert native.run(tickets)
+    assert (marks.words == 3).all()
+    native.close()

@@ -806,3 +806,34 @@ def test_overlap_forward_and_window_work_with_ddp():
     with one_process_group():
         config = {"overlap_forward": True, "window": "all"}
         assert_same_lives(life, config, model=lambda: DistributedDataParallel(stack()))
+
+
+def test_gradients_of_several_streams_are_not_taken_together(monkeypatch):
+    """The lanes wait for the stream on which the gradients are taken: it must be the one that made them."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(32)))
+    config = {"update_in_backward": True, "min_bytes": 0, "chunk_bytes": "64KiB"}
+    optimizer = offstage.offload(torch.optim.AdamW(model.parameters()), model, **config)
+    engine = runtime_of(optimizer).engines[0]
+    place_of = {param: number % 2 for number, layer in enumerate(model) for param in layer.parameters()}
+    now, taken = [0], []
+    monkeypatch.setattr(engine.transport.lanes, "here", lambda: now[0])
+    take = engine.take
+
+    def noted(updates, **more):
+        taken.append((now[0], [update.of.param for update in updates]))
+        take(updates, **more)
+
+    for param, place in place_of.items():
+        param.register_hook(lambda grad, place=place: now.__setitem__(0, place))
+    for number in range(4):
+        if number == 3:
+            monkeypatch.setattr(engine, "take", noted)
+        model(torch.full((2, 16), 0.1 * (number + 1))).sum().backward()
+        seen = list(taken)
+        optimizer.step()
+        optimizer.zero_grad()
+    taken = seen  # in backward
+    assert sum(len(params) for _, params in taken) >= 4
+    assert {place for place, _ in taken} == {0, 1}
+    assert all(place_of[param] == place for place, params in taken for param in params)
+    assert any(len(params) > 1 for _, params in taken)

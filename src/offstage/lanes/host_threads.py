@@ -162,7 +162,9 @@ class HostThreads:
                 threading.Thread(target=_work, args=(self._queue, self._cpus), name=f"{_NAME}{number}", daemon=True)
                 for number in range(len(self._threads), wanted)
             )
-            self._threads += start_some(missing, wanted)
+            started = start_some(missing, wanted)
+            self._threads += started
+            self._queue.started(len(started))
 
     def _start_native(self) -> NativeThreads:
         from offstage.lanes.native_threads import NativeThreads  # numba is slow to import
@@ -182,6 +184,8 @@ class _Jobs:
 
     def __init__(self) -> None:
         self.busy_s = 0.0
+        self.workers = 0
+        """Threads of Python that have been started and have not ended."""
         self.native: NativeThreads | None = None
         """From the first job on that has native slices."""
         self._jobs: deque[_Job] = deque()
@@ -213,6 +217,23 @@ class _Jobs:
 
     def _end(self, error: BaseException | None) -> None:
         self._next.put(None)
+        if not self.workers:
+            self._close_native()
+
+    def started(self, count: int) -> None:
+        """So many threads more."""
+        with self._counting:
+            self.workers += count
+
+    def left(self) -> None:
+        """A thread has ended. The last one lets the native threads end: until then a job may be about to use them."""
+        with self._counting:
+            self.workers -= 1
+            last = self.workers == 0
+        if last:
+            self._close_native()
+
+    def _close_native(self) -> None:
         if self.native is not None:
             self.native.close()
 
@@ -320,6 +341,7 @@ def _work(queue: _Jobs, cpus: Collection[int] | None) -> None:
     while (found := queue.next()) is not None:
         queue.do(*found)
         del found  # an idle thread keeps nothing alive
+    queue.left()
 
 
 def _are_native(slices: Sequence[Slice]) -> TypeGuard[Sequence[NativeSlice]]:

@@ -9,7 +9,7 @@ the last posts the semaphore that the run's owner waits in.
 
 | memory | written by | read by | separated by |
 |---|---|---|---|
-| ring | who adds a run, one at a time | the thread that took the number | the semaphore; at most `_MOST` unfinished |
+| ring | who adds a run, one at a time | the thread that took the number | the semaphore; at most `_MOST` ahead |
 | a run's count | all threads, atomically | all threads | |
 | what slices write | the thread with the slice | the owner of the run | the run's semaphore |
 """
@@ -35,10 +35,10 @@ _Words = np.ndarray[Any, np.dtype[np.int64]]
 Ticket = tuple[int, int, int, int]
 """Address of a C function ``void (int64 start, int64 stop, int64 arguments)``, and what to call it with."""
 
-_ROOM = 1 << 14
+_ROOM = 1 << 13
 """Tickets in the ring."""
 _MOST = _ROOM
-"""How many may be unfinished at a time."""
+"""How far the newest ticket may be ahead of the first one of the oldest run that is not over."""
 _TICKET_BYTES = 8 * 5
 _NEXT, _ADDED, _RING, _TICKETS = 0, 8, 16, 24  # in the control block: numbers, address of the ring, semaphore
 _LEFT, _OVER = 0, 8  # in the block of a run: how many of its slices are left, semaphore
@@ -90,8 +90,8 @@ def _work(control):
         if number >= _word(control + _ADDED):
             return
         ticket = _word(control + _RING) + (number % _ROOM) * _TICKET_BYTES
-        _call(_word(ticket), _word(ticket + 8), _word(ticket + 16), _word(ticket + 24))
         run = _word(ticket + 32)
+        _call(_word(ticket), _word(ticket + 8), _word(ticket + 16), _word(ticket + 24))
         if _add(run + _LEFT, -1) == 1:
             _post(run + _OVER)
 
@@ -121,13 +121,16 @@ class NativeThreads:
         self._control = np.zeros(_BLOCK_WORDS, np.int64)
         self._control[_RING // 8] = self._ring.ctypes.data
         self._free: deque[_Words] = deque()
-        """Blocks of runs that are over. A thread may still be on its way out of one, so they are never freed."""
+        """Blocks of runs that are over. A thread may still be on its way out of one, so they live as long as this."""
         self._adding = threading.Lock()
         self._added = 0
-        self._unfinished = 0
+        self._firsts: set[int] = set()
+        """The first tickets of runs that are not over."""
         # Where there are no such semaphores (macOS), the caller does everything.
         works = _make_semaphore(self._control.ctypes.data + _TICKETS) == 0
-        _work.compile((types.int64,))  # here, and not in each of the threads
+        # Here, and not in each of the threads or in a finalizer.
+        for function, arguments in ((_work, 1), (_wait, 1), (_announce, 2)):
+            function.compile((types.int64,) * arguments)
         self.threads = start_some(
             (
                 threading.Thread(
@@ -142,18 +145,20 @@ class NativeThreads:
         """Run all of `tickets`; `False`, and nothing is done, where there is no thread or no room for them."""
         if not tickets:
             return True
-        block = self._add(tickets)
-        if block is None:
+        added = self._add(tickets)
+        if added is None:
             return False
+        block, first = added
         _wait(block.ctypes.data + _OVER)
         with self._adding:
-            self._unfinished -= len(tickets)
+            self._firsts.remove(first)
         self._free.append(block)
         return True
 
-    def _add(self, tickets: Sequence[Ticket]) -> _Words | None:
+    def _add(self, tickets: Sequence[Ticket]) -> tuple[_Words, int] | None:
         with self._adding:
-            if not self.threads or self._unfinished + len(tickets) > _MOST:
+            first = self._added
+            if not self.threads or first + len(tickets) - min(self._firsts, default=first) > _MOST:
                 return None
             block = self._free.popleft() if self._free else _new_block()
             block[0] = len(tickets)
@@ -162,9 +167,9 @@ class NativeThreads:
             self._ring[places, 4] = block.ctypes.data
             self._added += len(tickets)
             self._control[_ADDED // 8] = self._added
-            self._unfinished += len(tickets)
+            self._firsts.add(first)
             _announce(self._control.ctypes.data + _TICKETS, len(tickets))
-            return block
+            return block, first
 
     def close(self) -> None:
         """Let the threads end, behind all tickets. Finalizers call it, so it waits for no lock."""

@@ -100,8 +100,9 @@ class Places:
         self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[ParamState]]
     ) -> None:
         """Raise if offloading saves nothing: on every rank of a sharded model or on none, though shards are uneven."""
-        auto = self._config.update_on == "auto"
-        config = dataclasses.replace(self._config, host_fraction=0.0) if auto else self._config
+        # A share that the planner chooses may differ between ranks.
+        open_share = self._config.update_on == "auto" and self._config.host_fraction is None
+        config = dataclasses.replace(self._config, host_fraction=0.0) if open_share else self._config
         alike = [
             plan_placements([self.size_of(state, largest_shard(state.param)) for state in states], config)
             if any(state.local is not state.param for state in states)

@@ -310,6 +310,8 @@ class Runtime:
             self._lost = iteration.lost if iteration.lost is not None else self._lost
             if self.overlap is not None:
                 self.overlap.forget()
+        elif iteration.end is End.REVERTED and self.overlap is not None:
+            self.overlap.forget_collected()
         norm = iteration.norm if iteration.end is End.REVERTED else None
         self.iteration = Iteration(iteration.number + 1, self.places, weakref.WeakMethod(self._ended), norm)
 

@@ -232,10 +232,10 @@ class Search:
         self.rank, self.machine, self.world = rank, machine, world
         self.workload, self.knows_workload = workload or Workload(), workload is not None
         self.knows_times = self.workload.compute_ms > 0
-        self.config = self._with_budget(config)
         columns = rank.columns
         trained = int((columns.state_bytes > 0).sum())
         self.totals = Totals.of(columns.summed(), self.workload.active_experts, trained)
+        self.config = self._with_budget(config)
         per_param = self.totals.update_bytes / max(1.0, self.totals.params)
         self._rates = rates_of(machine, world.ranks_per_host, config.threads, max(per_param, 1.0))
         self.host_limit = machine.host_free_bytes // world.ranks_per_host
@@ -268,7 +268,7 @@ class Search:
 
         `left`: share of the model whose updates are left to `step()`; `streamed`: share that is streamed.
         """
-        gradients = gradient_share(config, self.workload, left) * self.rank.gradient_bytes
+        gradients = gradient_share(config, self.workload, left, self.totals.state) * self.rank.gradient_bytes
         kept = kept_weight_share(config, self.workload)[0] * streamed * self.rank.gradient_bytes
         beside = gradients + kept + int(self.workload.other_bytes)
         return int(self.rank.weight_bytes + max(beside, int(self.workload.activation_bytes)))

@@ -24,6 +24,8 @@ CHOSEN = "chosen"
 LEFT_TO_STEP = 0.25
 """`update_in_backward` with `overlap_forward`: share of the state that is left to `step()` until a backward has been
 measured."""
+COLLECTED = 1 / 8
+"""`update_in_backward`: share of all gradients whose updates begin together at the latest."""
 GRADIENTS_IN_FLIGHT = 0.25
 """`update_in_backward`: share of all gradients that may wait for their update during backward. If more wait, the
 allocator returns their memory only after the updates, which then delay backward. Updates fall that far behind only
@@ -33,8 +35,8 @@ OLD_WEIGHTS_ON_HOST = 0.25
 the weights whose gradients come last, when the device is fullest."""
 
 HOST_CHUNK = 3
-"""Chunks that the CPU updates are this many times larger than others: every chunk costs its threads some time
-under the GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
+"""Chunks that the CPU updates are this many times larger than others: every chunk costs a thread some time under the
+GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
 _LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches during backward, where chunks wait for the last of their gradients."""
 _CPU_IN_BACKWARD = 0.85
@@ -64,9 +66,9 @@ class Workload:
     other_bytes: int | str = 0
     """Device memory at the peak that is neither weights, gradients nor state: activations, workspaces."""
     forward_launch_ms: float | None = None
-    """The host's time to launch one forward: how long it takes with hardly any data. `None`: a third of it."""
+    """The host's time to launch one forward: how long it takes with hardly any data. `None`: 35% of it."""
     backward_launch_ms: float | None = None
-    """The same for one backward."""
+    """The same for one backward. `None`: 45% of it."""
     activation_bytes: int | str = 0
     """Device memory at the peak beside weights and state if each gradient were freed as it comes: with
     `update_in_backward` the peak is never lower."""
@@ -78,10 +80,13 @@ class Workload:
     def __post_init__(self) -> None:
         for field in ("other_bytes", "activation_bytes"):
             object.__setattr__(self, field, parse_size(getattr(self, field), field))
-        if min(self.forward_ms, self.backward_ms) < 0 or self.micro_batches < 1:
+        launches = (self.forward_launch_ms or 0.0, self.backward_launch_ms or 0.0)
+        if min(self.forward_ms, self.backward_ms, *launches) < 0 or self.micro_batches < 1:
             raise ConfigError(
                 "Workload expects times of at least 0 ms and at least one micro-batch; found "
-                f"forward_ms={self.forward_ms}, backward_ms={self.backward_ms}, micro_batches={self.micro_batches}."
+                f"forward_ms={self.forward_ms}, backward_ms={self.backward_ms}, "
+                f"forward_launch_ms={self.forward_launch_ms}, backward_launch_ms={self.backward_launch_ms}, "
+                f"micro_batches={self.micro_batches}."
             )
         if not 0.0 <= self.active_experts <= 1.0:
             raise ConfigError(f"active_experts expects a share from 0.0 to 1.0; found {self.active_experts!r}.")
@@ -250,7 +255,7 @@ class Shares:
     resident: float
     """Share of the state that is resident."""
     host: float
-    """PieceUpdate that the CPU updates, of the state that is not resident."""
+    """Share that the CPU updates, of the state that is not resident."""
     window: float = 0.0
     """Bytes."""
     chunk_bytes: float = 0.0
@@ -331,15 +336,19 @@ def busy_ms(work: Load, device_bytes: float, rates: Rates) -> dict[str, float]:
     }
 
 
-def gradient_share(config: OffloadConfig, workload: Workload, left: float) -> float:
-    """Share of the gradients that exists at the peak. `left`: share of the model that is left to `step()`."""
+def gradient_share(config: OffloadConfig, workload: Workload, left: float, state_bytes: float) -> float:
+    """Share of the gradients that exists at the peak.
+
+    `left`: share of the model that is left to `step()`; `state_bytes`: of all of it.
+    """
     if not config.update_in_backward or workload.clips or workload.micro_batches > 1:
         return 1.0
     if not config.overlap_forward:
         left = 0.0  # step() waits for all updates, so all of them are started in backward
     elif not workload.backward_ms:
         left = LEFT_TO_STEP
-    return left + (1.0 - left) * GRADIENTS_IN_FLIGHT
+    collected = min(COLLECTED, config.most_chunk_bytes / max(state_bytes, 1.0))
+    return left + (1.0 - left) * (GRADIENTS_IN_FLIGHT + collected)
 
 
 def kept_weight_share(config: OffloadConfig, workload: Workload) -> tuple[float, float]:

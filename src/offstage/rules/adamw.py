@@ -345,7 +345,7 @@ class _Scratch:
 
 
 class _Once:
-    """Prepared by the first of several threads: not before the round has begun on its lane."""
+    """Prepared once for all slices of a piece: not before the round has begun on its lane."""
 
     def __init__(self, prepare: Callable[[], Kernel]) -> None:
         self._prepare = prepare

@@ -213,7 +213,7 @@ class Rule(ABC):
 
     @abstractmethod
     def slices(self, pieces: Sequence[PieceUpdate]) -> Sequence[Slice]:
-        """The update of `pieces`, whose weights and gradients are on the host, in parts for threads to piece."""
+        """The update of `pieces`, whose weights and gradients are on the host, in parts for threads."""
 
     @property
     def external_on_host(self) -> int:

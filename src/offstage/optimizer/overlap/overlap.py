@@ -31,6 +31,7 @@ from offstage.activations.host_weights import is_host_weight
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
 from offstage.errors import ConfigError, OffstageError, StepLostError
+from offstage.lanes.lanes import Place
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.iteration import Iteration
 from offstage.optimizer.overlap.hooks import Hooks
@@ -77,6 +78,22 @@ class Owner(Protocol):
         """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
 
 
+class _Collected:
+    """Parameters whose updates begin together, in the order of their gradients."""
+
+    def __init__(self) -> None:
+        self.states: dict[ParamState, None] = {}
+        self.state_bytes = 0
+        self.gradient_bytes = 0
+
+    def add(self, state: ParamState) -> None:
+        """A gradient may come in parts: it counts once."""
+        if state not in self.states:
+            self.states[state] = None
+            self.state_bytes += state.nbytes
+            self.gradient_bytes += state.local.nbytes
+
+
 class Overlap:
     """One optimizer's cues and what it has learned about the training loop."""
 
@@ -94,8 +111,9 @@ class Overlap:
         self._cues_so_far = 0
         self._blind: str | None = None
         """What was said about parameters whose module's forward is not seen."""
-        self._collected: dict[Engine, dict[ParamState, None]] = {}
-        """Whose update in backward is due and has not begun, in the order of their gradients."""
+        self._collected: dict[tuple[Engine, Place], _Collected] = {}
+        """Whose update in backward is due and has not begun, by the stream that made the gradient: the lanes wait for
+        one stream, and its allocator gets the gradient's memory back."""
         self._in_flight: deque[ParamState] = deque()
         self._bytes_in_flight = 0
         self._running: set[torch.Tensor] = set()
@@ -165,11 +183,11 @@ class Overlap:
             if param.grad is None:  # zeroed by another thread, while this one waited for its turn
                 return
             found = self._owner.places.place_of(param)
-            if found is None or self._off or self._captured(found[0]):
+            if self._off or (found is not None and self._captured(found[0])):
                 return
             if not self._fired and not self._accumulating:
                 self._begin_backward()
-                found = self._owner.places.place_of(param)  # it may have another place now
+                found = self._owner.places.place_of(param)  # it may have a place only now, or another one
             if found is not None:
                 engine, state = found
                 self._gradient_ready(state, engine)
@@ -311,12 +329,12 @@ class Overlap:
 
     def _collect(self, state: ParamState, engine: Engine) -> None:
         """Its update is due; it begins when a chunk's worth is. See [Note: the host's time in backward]."""
-        collected = self._collected.setdefault(engine, {})
-        collected[state] = None
-        is_chunk = sum(one.nbytes for one in collected) >= engine.chunk_bytes
-        if is_chunk or sum(one.local.nbytes for one in collected) >= self.selection.most_collected:
-            del self._collected[engine]
-            self._update_now(list(collected), engine)
+        place = engine.transport.lanes.here()
+        collected = self._collected.setdefault((engine, place), _Collected())
+        collected.add(state)
+        if collected.state_bytes >= engine.chunk_bytes or collected.gradient_bytes >= self.selection.most_collected:
+            del self._collected[engine, place]
+            self._update_now(list(collected.states), engine)
 
     def _update_now(self, states: Sequence[ParamState], engine: Engine) -> None:
         if not self._owner.iteration.early:
@@ -349,6 +367,10 @@ class Overlap:
             engine.settle(due, "backward: the update is done with the gradient")
 
     # Of the runtime
+
+    def forget_collected(self) -> None:
+        """What backward has updated was taken back: what was to follow is left to `step()`."""
+        self._collected.clear()
 
     def start_again(self) -> None:
         """The iteration was given up: what fired so far does not count."""

@@ -21,17 +21,14 @@ from offstage.engine.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.overlap.speculation import Speculation
-from offstage.planning.predict import GRADIENTS_IN_FLIGHT, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
+from offstage.planning.predict import COLLECTED, GRADIENTS_IN_FLIGHT, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
 from offstage.rules.rule import ParamState
+from offstage.tensors import local_of
 
 logger = logging.getLogger("offstage")
 
 _MEASURED_BACKWARD = 2
 """Which backward with updates is measured: in the first one kernels are compiled and memory is allocated."""
-
-
-_COLLECTED = 1 / 8
-"""Share of the gradients whose updates begin together at the latest."""
 
 
 class BackwardSelection:
@@ -114,8 +111,8 @@ class BackwardSelection:
                 last = _first(engine.arenas.offloaded(self._once, Placement.STREAMED), OLD_WEIGHTS_ON_HOST)
                 self._keep_on_host(engines, engine, [held for held in last if held not in left])
         self.params = self._once - {held.param for held in left}
-        nbytes = sum(param.nbytes for param in self.params)
-        self.most_in_flight, self.most_collected = GRADIENTS_IN_FLIGHT * nbytes, _COLLECTED * nbytes
+        nbytes = sum(local_of(param).nbytes for param in self.params)
+        self.most_in_flight, self.most_collected = GRADIENTS_IN_FLIGHT * nbytes, COLLECTED * nbytes
         logger.info(
             "update_in_backward: %d parameters in backward; in step(): %d that there is no time for, %d whose "
             "gradients come in parts or whose forward is run again",
