@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compiled`, `compiled_for_c`: functions compiled by numba, kept on disk where that is possible."""
+"""Functions compiled by numba, kept on disk where possible (`compiled`, `compiled_for_c`), and what they use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+from llvmlite import ir
+from numba import types
 from numba.core.caching import NullCache
+from numba.extending import intrinsic
 
 logger = logging.getLogger("offstage")
 
@@ -77,3 +80,14 @@ def compiled_for_c(signature: Any, function: Callable[..., Any]) -> Any:
     except Exception as error:  # no folder for the cache, or a cache that cannot be read or written
         _log_no_cache(_reason(error))
         return numba.cfunc(signature, error_model="numpy")(function)
+
+
+@intrinsic
+def atomic_add(typingctx: Any, address: Any, number: Any) -> Any:
+    """Add to the int64 at `address`, atomically. Returns what was there before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen

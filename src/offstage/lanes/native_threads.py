@@ -27,7 +27,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from offstage.lanes.compiled import compiled
+from offstage.lanes.compiled import atomic_add, compiled
 from offstage.memory.cpus import stay_on
 from offstage.memory.threads import start_some
 
@@ -47,17 +47,6 @@ _BLOCK_WORDS = 8  # a semaphore is at most 32 bytes
 _wait_for = types.ExternalFunction("sem_wait", types.int32(types.int64))
 _post = types.ExternalFunction("sem_post", types.int32(types.int64))
 _init = types.ExternalFunction("sem_init", types.int32(types.int64, types.int32, types.uint32))
-
-
-@intrinsic
-def _add(typingctx: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at `address`, atomically. Returns what was there before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -86,13 +75,13 @@ def _work(control):
     while True:
         while _wait_for(control + _TICKETS) != 0:  # interrupted by a signal
             pass
-        number = _add(control + _NEXT, 1)
+        number = atomic_add(control + _NEXT, 1)
         if number >= _word(control + _ADDED):
             return
         ticket = _word(control + _RING) + (number % _ROOM) * _TICKET_BYTES
         run = _word(ticket + 32)
         _call(_word(ticket), _word(ticket + 8), _word(ticket + 16), _word(ticket + 24))
-        if _add(run + _LEFT, -1) == 1:
+        if atomic_add(run + _LEFT, -1) == 1:
             _post(run + _OVER)
 
 

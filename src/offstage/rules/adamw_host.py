@@ -19,7 +19,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from offstage.lanes.compiled import compiled, compiled_for_c
+from offstage.lanes.compiled import atomic_add, compiled, compiled_for_c
 from offstage.rules.denormals import run_flushing
 from offstage.rules.rule import Hyperparameters
 
@@ -252,17 +252,6 @@ def _pointer(typingctx: Any, address: Any, kind: Any) -> Any:
     return target(address, kind), codegen
 
 
-@intrinsic
-def _count(typingctx: Any, address: Any, number: Any) -> Any:
-    """Add to the int64 at `address`, atomically."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), codegen
-
-
 def _array(address, size, kind):
     """The array of `kind` at `address`; `None` where the kind is."""
 
@@ -307,7 +296,7 @@ def _kernel(weight: Any, grad: Any, first: Any, second: Any, largest: Any, maste
             words[12] != 0,
         )
         if found:
-            _count(words[9], found)
+            atomic_add(words[9], found)
 
     return compiled_for_c(types.void(types.int64, types.int64, types.int64), kernel)
 
