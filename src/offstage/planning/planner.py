@@ -89,19 +89,10 @@ def make_plan(
 
 
 def choose_host_fraction(sizes: Sequence[ParamSize], machine: Machine, config: OffloadConfig) -> float:
-    """The share for the CPU, of what leaves the device, for a loop that is not known. Does not check that it fits.
-
-    The CPU takes part only where streaming alone would take a third longer: threads that update beside a loop also slow
-    down what the loop launches, by as much as a quarter where the device often waits for it.
-    """
+    """The share that `make_plan` chooses for the CPU, of what leaves the device. Does not check that the plan fits."""
     world = World(ranks_per_host=machine.ranks_on_host)
     search = Search(world.share_of(sizes), machine, config, world, None)
-    allowed = search.allowed()
-    best, streaming = search.best(allowed), allowed[0]
-    if streaming.host_fraction or search.misfit(streaming):
-        return best.host_fraction
-    worth_it = best.prediction.exposed_ms < _WORTH_THE_CPU * streaming.prediction.exposed_ms
-    return best.host_fraction if worth_it else 0.0
+    return search.best(search.allowed()).host_fraction
 
 
 def _on_one_device(sizes: Sequence[ParamSize]) -> Sequence[ParamSize]:
@@ -136,6 +127,10 @@ def _exact(placed: Placed, prediction: Prediction, search: Search) -> Prediction
         bytes_up=int(both_ways + weights),
         bytes_down=int(both_ways + 2 * weights),
     )
+
+
+def _ms(candidate: Candidate) -> float:
+    return candidate.prediction.exposed_ms
 
 
 # Refusals #
@@ -310,10 +305,17 @@ class Search:
     def best(self, candidates: Sequence[Candidate]) -> Candidate:
         """The fastest that fits; if none does, the one that takes the least device memory, or else host memory.
 
-        Of equals, the one with the smallest share for the CPU.
+        Of equals, the one with the smallest share for the CPU. In a loop that is not known the CPU takes part only
+        where streaming alone would take a third longer: threads that update beside a loop also slow down what it
+        launches.
         """
         if fitting := [one for one in candidates if not self.misfit(one)]:
-            return min(fitting, key=lambda one: (one.prediction.exposed_ms, one.host_fraction))
+            fastest = min(fitting, key=lambda one: (one.prediction.exposed_ms, one.host_fraction))
+            if self.knows_workload or not fastest.host_fraction:
+                return fastest
+            streaming = [one for one in fitting if not one.host_fraction]
+            enough = [one for one in streaming if _WORTH_THE_CPU * one.prediction.exposed_ms <= _ms(fastest)]
+            return min(enough, key=_ms, default=fastest)
         if on_host := [one for one in candidates if self.fits_host(one)]:
             return min(on_host, key=lambda one: (one.prediction.device_peak_bytes, one.host_fraction))
         return min(candidates, key=lambda one: (one.prediction.host_bytes, one.host_fraction))
