@@ -322,6 +322,9 @@ def test_plans_keep_their_word(numbers, simulated, config, workload, budget):
     for one in plan.candidates:
         if one.verdict in ("slower", "no faster"):
             assert one.prediction.exposed_ms >= plan.prediction.exposed_ms
+        if one.verdict == "gains less than a quarter":
+            assert workload is None
+            assert one.prediction.exposed_ms >= 0.75 * plan.prediction.exposed_ms
 
 
 # Many ranks

@@ -440,8 +440,9 @@ class Search:
     # Verdicts #
 
     def _with_verdict(self, one: Candidate, chosen: Candidate, needs: str = "") -> Candidate:
-        slower = one.prediction.exposed_ms > chosen.prediction.exposed_ms
-        verdict = self.misfit(one) or needs or ("slower" if slower else "no faster")
+        gain = _ms(chosen) - _ms(one)
+        compared = "slower" if gain < 0 else "no faster" if gain == 0 else "gains less than a quarter"
+        verdict = self.misfit(one) or needs or compared
         return dataclasses.replace(one, verdict=verdict)
 
     def _with_resident_verdict(self, one: Candidate) -> Candidate:
