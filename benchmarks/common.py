@@ -15,12 +15,15 @@ import resource
 import shlex
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from offstage.memory.arena import cgroup_available, mem_available
 
 RESULTS = Path(__file__).parent / "results"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,9 +100,29 @@ def milliseconds(work: Callable[[], object], *, repeats: int = 5, warm_up: int =
     return statistics.median(times)
 
 
+# The host
+
+
 def rss_bytes() -> int:
     """Resident memory of this process now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def host_free_bytes() -> int:
+    """What this process may still take."""
+    return min(size for size in (mem_available(), cgroup_available()) if size is not None)
+
+
+def end_before_host_memory_does(least_bytes: int = 3 * 2**29) -> None:
+    """End this process while the host has some memory left: without any, the kernel might end another one."""
+
+    def watch() -> None:
+        while (left := host_free_bytes()) > least_bytes:
+            time.sleep(0.05)
+        print(f"ended: {gib(left)} GiB of host memory are left, this process has {gib(rss_bytes())}", flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 # Numbers

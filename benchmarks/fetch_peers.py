@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches the libraries that `peers.py` and `host_update.py` compare with, and unpacks them into carry/peers.
+"""Fetches the libraries that `peers`, `host_update`, `host_weights` and `llama` compare with, into carry/peers.
 
     python -m benchmarks.fetch_peers                  for Python 3.12 on Linux x86-64
     python -m benchmarks.fetch_peers --python 3.13    for another one; Megatron-core needs 3.12 or newer

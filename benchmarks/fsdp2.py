@@ -26,10 +26,11 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.profiler import profile, record_function
@@ -38,7 +39,7 @@ from benchmarks import common, harness, turns, workload
 from benchmarks.common import DEVICE, ON_GPU, Row, gib, synchronize
 from benchmarks.harness import Case, at_most
 from benchmarks.trace import ACTIVITIES, LANE_OF, SMALL_KERNELS, Event, Span, close_gaps, exported, launched_in
-from benchmarks.workload import GPT, IN_STEP, RESIDENT, SIZES, build
+from benchmarks.workload import IN_STEP, RESIDENT, SIZES, build
 
 WARM_UP = 4  # hook counts are learned, and a window opens, in the first iterations
 ITERATIONS = 3  # of a round; before them one more, which begins with an idle link
@@ -75,25 +76,32 @@ SETTINGS = {
 @contextmanager
 def one_rank() -> Iterator[None]:
     """A process group of this process alone."""
-    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}  # there is no other rank to be reached
-    backend = "nccl" if ON_GPU else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    begin_one_rank()
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def sharded(model: GPT) -> GPT:
+def begin_one_rank(backend: str = "nccl") -> None:
+    """`backend`: of a process with a GPU."""
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}  # there is no other rank to be reached
+    dist.init_process_group(backend if ON_GPU else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+Sharded = TypeVar("Sharded", bound=nn.Module)
+
+
+def sharded(model: Sharded, **policies: Any) -> Sharded:
     """Each block, the head, and what is left, as one would shard it on many ranks.
 
     The gradients of what is left, the embedding, are reduced when backward is over; those of the head are there first.
     """
     mesh = init_device_mesh(DEVICE.type, (1,))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard([model.norm, model.head], mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, **policies)
+    fully_shard([model.norm, model.head], mesh=mesh, **policies)  # type: ignore[list-item]
+    fully_shard(model, mesh=mesh, **policies)
     return model
 
 

@@ -139,6 +139,7 @@ SHOWN = {
     "peak_gib": "GiB peak",
     "left_gib": "GiB left",
     "sequence": "tokens",
+    "tokens_per_s": "tokens/s",
 }
 """Fields of rows that are worth a place in the summary, and their units."""
 

@@ -31,6 +31,7 @@ from benchmarks import harness
 from benchmarks.common import DEVICE, Row, clean_up
 from benchmarks.harness import Case, at_most
 from benchmarks.plans import Bench
+from benchmarks.workload import in_bf16
 
 BUDGETS = (0.16, 0.4, 0.7)
 """Device memory for state, as a share of all state."""
@@ -151,13 +152,8 @@ def _shape(width: int, hidden: int, layers: int, heads: int) -> dict[str, int]:
 
 def _bf16(kind: Callable[[Any], nn.Module], config: Any) -> nn.Module:
     torch.manual_seed(0)
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with DEVICE:
-            return kind(config)
-    finally:
-        torch.set_default_dtype(previous)
+    with in_bf16(), DEVICE:
+        return kind(config)
 
 
 def _tokens(vocabulary: int, shape: tuple[int, int]) -> list[torch.Tensor]:

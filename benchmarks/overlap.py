@@ -15,6 +15,7 @@ forward hides, are in it. `median_ms` is the median distance between the ends of
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,10 +23,12 @@ from typing import Any
 
 import torch
 
+import offstage
 from benchmarks import harness, workload
-from benchmarks.common import ON_GPU, Row, clean_up, gib, rounded, synchronize, times
+from benchmarks.activation_loop import SMALL_TENSORS
+from benchmarks.common import ON_GPU, Row, clean_up, gib, rounded, rss_bytes, synchronize, times
 from benchmarks.harness import at_least, at_most
-from benchmarks.workload import IN_BACKWARD, IN_STEP, MAX_NORM, OVERLAP_FORWARD, RESIDENT, SIZES, Clip
+from benchmarks.workload import BATCH, IN_BACKWARD, IN_STEP, MAX_NORM, OVERLAP_FORWARD, RESIDENT, SIZES, Clip
 
 FRACTIONS = (0.25, 0.5, 0.75)  # 0 and 1 are cases of their own
 DEVICE_PEAKS_GIB = (14, 18, 24)
@@ -39,7 +42,11 @@ class Case(harness.Case):
     """What rows of one curve have in common."""
     config: Mapping[str, Any]
     clip: Clip = "outside"
+    batch: int = BATCH
+    """Sequences of a micro-batch."""
     micro_batches: int = 1
+    inputs_leave: bool = False
+    """Whether the inputs of the checkpointed blocks wait on the host as well."""
     loss_scale: float = 1.0
     """Moves the gradients' norm to one side of `MAX_NORM`; AdamW's updates hardly depend on it."""
     warm_up: int = 4
@@ -58,17 +65,19 @@ class Case(harness.Case):
 
     @property
     def resident(self) -> str:
-        """The name of the baseline."""
-        return "resident" if self.micro_batches == 1 else f"resident_x{self.micro_batches}"
+        """The name of the baseline: as many tokens, in as many micro-batches."""
+        tokens = "" if self.batch == BATCH else f"_{self.batch * SIZES['full'].sequence // 1024}k"
+        return f"resident{tokens}" + ("" if self.micro_batches == 1 else f"_x{self.micro_batches}")
 
 
 def case(name: str, config: Mapping[str, Any], groups: str = "", *, setting: str = "", **more: Any) -> Case:
-    """Named after its setting; `_x4` is with as many micro-batches."""
+    """Named after its setting; `_x4` is with as many micro-batches, `_32k` with as many tokens in one."""
+    setting = setting or name.removesuffix("_x4").removesuffix("_32k")
     if name.endswith("_x4"):
         more |= {"micro_batches": 4, "short": True}
-    return Case(
-        name=name, setting=setting or name.removesuffix("_x4"), config=config, groups=tuple(groups.split()), **more
-    )
+    if name.endswith("_32k"):
+        more |= {"batch": 2 * BATCH, "short": True}
+    return Case(name=name, setting=setting, config=config, groups=tuple(groups.split()), **more)
 
 
 def curve(setting: str, config: Mapping[str, Any], clip: Clip) -> list[Case]:
@@ -132,7 +141,7 @@ CASES = [
 
 def measure(case: Case, size_name: str, iterations: int) -> Row:
     """Everything about `case` that needs no other case."""
-    start_bytes = clean_up()
+    start_bytes, start_rss = clean_up(), rss_bytes()
     config = workload.config_for(size_name, case.config)
     start = time.perf_counter()
     model = workload.build(SIZES[size_name])
@@ -143,27 +152,32 @@ def measure(case: Case, size_name: str, iterations: int) -> Row:
         clip=case.clip,
         micro_batches=case.micro_batches,
         loss_scale=case.loss_scale,
+        batch=case.batch,
     )
-    try:
+    with contextlib.ExitStack() as ends:
+        ends.callback(training.close)
+        if case.inputs_leave:
+            handle = offstage.offload_activations(model, **({} if size_name == "full" else SMALL_TENSORS))
+            ends.callback(handle.remove)
         synchronize()
         build_s = time.perf_counter() - start
         found = training.measured(case.warm_up, max(2, iterations // 2) if case.short else iterations)
         norms = [float(norm) for norm in training.norms]
         return {
-            **harness.described(case, "setting", "clip", "micro_batches", "loss_scale"),
+            **harness.described(case, "setting", "clip", "batch", "micro_batches", "loss_scale"),
             "size": size_name,
             "config": config,
             "fraction": config.get("fraction", 1.0),
             "build_s": round(build_s, 1),
             "allocated_at_start_gib": gib(start_bytes),
             **found,
+            "rss_growth_gib": gib(rss_bytes() - start_rss),
             "peak_reserved_gib": gib(torch.cuda.max_memory_reserved()) if ON_GPU else 0.0,
             **training.counted(),
             "smallest_norm": rounded(min(norms, default=None)),
             "largest_norm": rounded(max(norms, default=None)),
+            **({"inputs_left_gib": gib(handle.receipt().bytes_offloaded)} if case.inputs_leave else {}),
         }
-    finally:
-        training.close()
 
 
 def compared(case: Case, row: Row, done: Mapping[str, Row]) -> Row:

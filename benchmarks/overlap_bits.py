@@ -220,7 +220,7 @@ def batches(size: Size, device: str, steps: int) -> list[tuple[torch.Tensor, tor
 
 
 def _fetched(optimizer: offstage.OffloadedOptimizer) -> int:
-    return sum(engine.transport.moved_bytes[0] for engine in runtime_of(optimizer).engines)
+    return sum(engine.transport.moved.up for engine in runtime_of(optimizer).engines)
 
 
 def _delay(delayed: bool) -> None:

@@ -28,10 +28,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import offstage
-from benchmarks import harness, workload
-from benchmarks.common import Row, gib, peak_bytes, reset_peak, rss_bytes, synchronize
+from benchmarks import fsdp2, harness, workload
+from benchmarks.common import ON_GPU, Row, gib, peak_bytes, reset_peak, rss_bytes, synchronize
 from benchmarks.fetch_peers import environment
 from benchmarks.workload import BATCH, MAX_NORM, SIZES, Clip
 
@@ -41,6 +43,7 @@ STEPS_ALONE = 2
 
 LOSSLESS = "fp32 masters and moments"
 BF16_STATE = "bf16 moments, no masters"
+FP32_WEIGHTS = "fp32 weights and moments, bf16 compute"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +77,25 @@ def host_cases(name: str, formats: Mapping[str, Any], numerics: str, clip: Clip)
 
 BF16_FORMATS = {"master_weights": "none", "state_dtype": "bfloat16"}
 TORCHAO = {"system": "torchao", "clip": None, "numerics": BF16_STATE}  # gradients leave before a norm is known
-DEEPSPEED = {"system": "deepspeed", "clip": "optimizer", "timeout_s": 240}  # the first one compiles
+DEEPSPEED: Mapping[str, Any] = {"system": "deepspeed", "clip": "optimizer", "timeout_s": 240}  # the first one compiles
 
 CASES = [
     Case(name="resident", options=workload.RESIDENT, groups=()),
     Case(name="torchao", options={"offload_gradients": False}, **TORCHAO),  # type: ignore[arg-type]
     Case(name="torchao_offload_gradients", options={"offload_gradients": True}, **TORCHAO),  # type: ignore[arg-type]
-    Case(name="deepspeed", options={"overlap_comm": False}, **DEEPSPEED),  # type: ignore[arg-type]
-    Case(name="deepspeed_overlap_comm", options={"overlap_comm": True}, **DEEPSPEED),  # type: ignore[arg-type]
+    Case(name="deepspeed", options={"overlap_comm": False}, **DEEPSPEED),
+    Case(name="deepspeed_overlap_comm", options={"overlap_comm": True}, **DEEPSPEED),
     Case(name="megatron", system="megatron", options={"overlap_cpu_optimizer_d2h_h2d": True}),
     *host_cases("host", {"master_weights": "fp32"}, LOSSLESS, "outside"),
     *host_cases("host_split", {"master_weights": "split"}, "split masters, fp32 moments (lossless)", "outside"),
     *host_cases("host_bf16", BF16_FORMATS, BF16_STATE, None),  # unclipped, as torchao is
     Case(name="auto", options={"update_on": "auto", "master_weights": "fp32"}, groups=("offstage",)),
 ]
+WEIGHTS_TOO = (
+    Case(name="zero3", options={"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}, **DEEPSPEED),
+    Case(name="fsdp2", system="fsdp2", options={"pin_memory": True}, numerics=FP32_WEIGHTS, timeout_s=240),
+)
+"""Systems with the weights on the host as well, for benchmarks that have them there."""
 
 
 # The systems: each trains `model` by `forward_backward()` and `step()`
@@ -128,8 +136,7 @@ class Offstage(System):
         super().finish()
 
     def counted(self) -> Row:
-        receipt = dataclasses.asdict(self.optimizer.receipt())
-        return {"receipt": {name: value for name, value in receipt.items() if isinstance(value, int | float | dict)}}
+        return {"receipt": workload.receipt_numbers(self.optimizer.receipt())}
 
 
 class DeepSpeed(System):
@@ -145,18 +152,18 @@ class DeepSpeed(System):
         self.optimizer.step()
 
 
-def build_offstage(case: Case, model: torch.nn.Module, size: str) -> System:
+def build_offstage(case: Case, model: nn.Module, size: str) -> System:
     return Offstage(model, workload.offloaded(model, size, case.options), SIZES[size], clip=case.clip)
 
 
-def build_torchao(case: Case, model: torch.nn.Module, size: str) -> System:
+def build_torchao(case: Case, model: nn.Module, size: str) -> System:
     from torchao.optim import CPUOffloadOptimizer
 
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, fused=True, **case.options, **ADAMW)
     return System(model, optimizer, SIZES[size], clip=case.clip)
 
 
-def build_megatron(case: Case, model: torch.nn.Module, size: str) -> System:
+def build_megatron(case: Case, model: nn.Module, size: str) -> System:
     """With the arguments that Megatron-core's own optimizer builder gives; `fused` is for the CPU's AdamW."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
@@ -176,8 +183,8 @@ def build_megatron(case: Case, model: torch.nn.Module, size: str) -> System:
     return System(model, optimizer, SIZES[size], clip=case.clip)
 
 
-def build_deepspeed(case: Case, model: torch.nn.Module, size: str) -> System:
-    """ZeRO-2 with the optimizer on the CPU, as a single rank."""
+def build_deepspeed(case: Case, model: nn.Module, size: str) -> System:
+    """ZeRO-2, or what the options say, with the optimizer on the CPU, as a single rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -203,39 +210,57 @@ def build_deepspeed(case: Case, model: torch.nn.Module, size: str) -> System:
     return DeepSpeed(engine, engine, SIZES[size], clip=case.clip)
 
 
-BUILDERS: Mapping[str, Callable[[Case, torch.nn.Module, str], System]] = {
+def build_fsdp2(case: Case, model: nn.Module, size: str) -> System:
+    """Weights, gradients and updates on the CPU, as a single rank."""
+    fsdp2.begin_one_rank("cpu:gloo,cuda:nccl")  # gloo for the norm of gradients on the host
+    computes = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    on_host = CPUOffloadPolicy(pin_memory=ON_GPU and case.options["pin_memory"])
+    fsdp2.sharded(model.float(), mp_policy=computes, offload_policy=on_host)
+    return System(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), SIZES[size], clip=case.clip)
+
+
+BUILDERS: Mapping[str, Callable[[Case, nn.Module, str], System]] = {
     "offstage": build_offstage,
     "torchao": build_torchao,
     "megatron": build_megatron,
     "deepspeed": build_deepspeed,
+    "fsdp2": build_fsdp2,
 }
-PACKAGES = {"torchao": "torchao", "megatron": "megatron-core"}
+PACKAGES = {"torchao": "torchao", "megatron": "megatron-core", "fsdp2": "torch"}
 
 
 # Measuring, in the case's own process
 
 
-def measure(case: Case, size: str, iterations: int) -> Row:
+def measure(
+    case: Case,
+    size: str,
+    iterations: int,
+    *,
+    warm_up: int = WARM_UP,
+    steps_alone: int = STEPS_ALONE,
+    build: Callable[[str], nn.Module] = lambda size: workload.build(SIZES[size]),
+) -> Row:
     start = time.perf_counter()
-    system = BUILDERS[case.system](case, workload.build(SIZES[size]), size)
+    system = BUILDERS[case.system](case, build(size), size)
     system.finish()
     build_s = time.perf_counter() - start
-    warm_up_ms = system.mean_ms(WARM_UP)
+    warm_up_ms = system.mean_ms(warm_up)
     warm_up_peak = peak_bytes()
     reset_peak()
     iteration_ms = system.mean_ms(iterations)
     peak = peak_bytes()
-    steps_ms = [system.step_alone() for _ in range(STEPS_ALONE)]
+    steps_ms = [system.step_alone() for _ in range(steps_alone)]
     losses = [float(loss) for loss in system.losses]
     return {
         "iteration_ms": round(iteration_ms, 1),
-        "step_ms": round(sum(steps_ms) / len(steps_ms), 1),
+        "step_ms": round(sum(steps_ms) / len(steps_ms), 1) if steps_ms else None,
         "peak_gib": gib(peak),
         "peak_gib_since_start": gib(max(peak, warm_up_peak)),
         "rss_gib": gib(rss_bytes()),
         "rss_peak_gib": gib(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss),
         "build_s": round(build_s, 1),
-        "warm_up_s": round(1e-3 * warm_up_ms * WARM_UP, 1),
+        "warm_up_s": round(1e-3 * warm_up_ms * warm_up, 1),
         "first_and_last_loss": [round(loss, 4) for loss in (losses[0], losses[-1])],
         "version": version_of(case),
         **system.counted(),
@@ -249,6 +274,11 @@ def version_of(case: Case) -> str | None:
 
 
 # The parent
+
+
+def about(case: Case, size: str, iterations: int) -> Row:
+    """The beginning of a case's row."""
+    return harness.described(case, "system", "options", "clip", "numerics") | {"size": size, "iterations": iterations}
 
 
 def compared(row: Mapping[str, Any], earlier: list[Row]) -> Row:
@@ -276,8 +306,7 @@ def main() -> None:
 
     def measured(case: Case) -> Iterator[Row]:
         found = harness.in_own_process(case.name, arguments, variables=environment(), timeout_s=case.timeout_s)
-        about = harness.described(case, "system", "options", "clip", "numerics")
-        row = about | {"size": options.size, "iterations": options.iterations} | found
+        row = about(case, options.size, options.iterations) | found
         done.append(row | compared(row, done))
         failed.extend([case.name] if "error" in row else [])
         yield done[-1]

@@ -8,10 +8,11 @@ loss computed in 8 checkpointed slices.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +22,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from benchmarks.common import DEVICE, Row, gib, now, peak_bytes, reset_peak, rounded, synchronize
+from benchmarks.common import DEVICE, Row, gib, now, peak_bytes, reset_peak, rounded, share, synchronize
+from offstage.config import Placement
 
 SLICES = 8
 BATCH = 8
@@ -31,9 +33,6 @@ IN_STEP: Mapping[str, Any] = {"master_weights": "split"}
 OVERLAP_FORWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forward": True}
 IN_BACKWARD: Mapping[str, Any] = {"master_weights": "split", "overlap_forward": True, "update_in_backward": True}
 RESIDENT: Mapping[str, Any] = {"fraction": 0.0, "master_weights": "fp32"}
-
-MOVED = ("steps", "bytes_fetched", "bytes_stored", "exposed_ms", "hidden_ms", "link_gb_per_s")
-RECEIPT_FIELDS = (*MOVED, "speculation_hits", "speculation_misses")
 
 Clip = Literal["outside", "optimizer"] | None
 """By `torch.nn.utils.clip_grad_norm_`, by the optimizer's own method, or not at all."""
@@ -121,17 +120,30 @@ class GPT(nn.Module):
 def build(size: Size, seed: int = 0) -> GPT:
     """The model in bf16 on the device, initialised there."""
     torch.manual_seed(seed)
+    with in_bf16(), DEVICE:
+        model = GPT(size)
+    initialise(model)
+    return model
+
+
+@contextlib.contextmanager
+def in_bf16() -> Iterator[None]:
+    """What is made inside has bf16 parameters."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with DEVICE:
-            model = GPT(size)
+        yield
     finally:
         torch.set_default_dtype(previous)
-    for param in model.parameters():
+
+
+def initialise(module: nn.Module) -> None:
+    """Random weights, and norms that do nothing yet."""
+    for param in module.parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=0.02)
-    return model
+        else:
+            nn.init.ones_(param)
 
 
 def tokens(size: Size, batch: int, seed: int) -> torch.Tensor:
@@ -139,9 +151,9 @@ def tokens(size: Size, batch: int, seed: int) -> torch.Tensor:
     return torch.randint(size.vocabulary, (batch, size.sequence), generator=generator, device=DEVICE)
 
 
-def adamw(model: nn.Module | Sequence[nn.Parameter]) -> torch.optim.AdamW:
+def adamw(model: nn.Module | Sequence[nn.Parameter], lr: float = 1e-4) -> torch.optim.AdamW:
     params = model.parameters() if isinstance(model, nn.Module) else model
-    return torch.optim.AdamW(params, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
+    return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 # Training
@@ -159,12 +171,13 @@ class Training:
         clip: Clip = "outside",
         micro_batches: int = 1,
         loss_scale: float | None = None,
+        batch: int = BATCH,
     ) -> None:
         self.model, self.optimizer, self.clip = model, optimizer, clip
         self.micro_batches, self.loss_scale = micro_batches, loss_scale
         self.losses: list[torch.Tensor] = []
         self.norms: list[torch.Tensor] = []
-        self.batches = itertools.cycle([tokens(size, BATCH, seed) for seed in range(8)])
+        self.batches = itertools.cycle([tokens(size, batch, seed) for seed in range(8)])
 
     def iterate(self) -> None:
         self.forward_backward()
@@ -217,22 +230,32 @@ class Training:
         return {"iteration_ms": round(mean, 1), "median_ms": round(statistics.median(laps), 1)}
 
     def measured(self, warm_up: int, iterations: int) -> Row:
-        """Times and peaks after so many iterations that are not timed."""
-        for _ in range(warm_up):
+        """Times and peaks after so many iterations that are not timed; at least one of them."""
+        built = _peak_until_now()
+        self.iterate()
+        first = _peak_until_now()
+        for _ in range(warm_up - 1):
             self.iterate()
-        synchronize()
-        warm_up_peak = peak_bytes()
-        reset_peak()
+        warm = _peak_until_now()
         found = self.timed(iterations)
-        peaks = {"peak_gib": gib(peak_bytes()), "peak_gib_since_start": gib(max(peak_bytes(), warm_up_peak))}
+        steady = peak_bytes()
+        peaks = {
+            "built_peak_gib": gib(built),
+            "first_iteration_peak_gib": gib(first),
+            "peak_gib": gib(steady),
+            "peak_gib_since_start": gib(max(built, first, warm, steady)),
+        }
         return {"warm_up": warm_up, "iterations": iterations, **found, **peaks}
 
     def counted(self) -> Row:
         """What the optimizer counted, and whether it trains. Waits for the device."""
         receipt = self.optimizer.receipt()
+        plan = self.optimizer.plan
+        away = [size for size, place in zip(plan.sizes, plan.placements, strict=True) if place != Placement.RESIDENT]
         return {
             "host_state_gib": gib(receipt.host_state_bytes),
-            "receipt": {name: rounded(getattr(receipt, name, None)) for name in RECEIPT_FIELDS},
+            "host_bytes_per_param": share(host_bytes(receipt), sum(size.numel for size in away)),
+            "receipt": receipt_numbers(receipt),
             "fallbacks": list(receipt.fallbacks),
             "first_and_last_loss": [rounded(float(loss)) for loss in (self.losses[0], self.losses[-1])],
         }
@@ -241,14 +264,43 @@ class Training:
         self.optimizer.close()
 
 
+def _peak_until_now() -> int:
+    """Most device bytes since the last call, when all work is done; from here on it is counted anew."""
+    synchronize()
+    peak = peak_bytes()
+    reset_peak()
+    return peak
+
+
+def since_start(measured: Row) -> Row:
+    """What `measured()` found, with the peak since the start in the place of that of the timed iterations."""
+    steady, first = measured["peak_gib"], measured["first_iteration_peak_gib"]
+    row = {**measured, "peak_gib": measured["peak_gib_since_start"], "steady_peak_gib": steady}
+    del row["peak_gib_since_start"]
+    return row | {"first_over_steady_peak": share(first, steady)}
+
+
+def receipt_numbers(receipt: Any) -> Row:
+    fields = {**dataclasses.asdict(receipt), "link_gb_per_s": receipt.link_gb_per_s}
+    return {name: rounded(value) for name, value in fields.items() if name not in ("advice", "fallbacks")}
+
+
+def host_bytes(receipt: Any) -> int:
+    """Everything that the optimizer keeps in host memory: state, weights, gradients."""
+    kinds = ("host_state_bytes", "host_weight_bytes", "host_gradient_bytes")
+    return sum(getattr(receipt, kind, 0) for kind in kinds)
+
+
 def offloaded(model: nn.Module, size_name: str, config: Mapping[str, Any]) -> offstage.OffloadedOptimizer:
     """AdamW under `offload()`."""
     return offstage.offload(adamw(model), model, **config_for(size_name, config))
 
 
 def config_for(size_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The small model has small chunks, and its window is small too."""
+    """The small model has small chunks; its window and the least that leaves are small too."""
     if size_name == "full" or config.get("fraction") == 0.0:
         return dict(config)
     sized = str(config.get("window", "")).endswith("iB")
-    return {**config, **SMALL_CHUNKS, **({"window": "256KiB"} if sized else {})}
+    window = {"window": "256KiB"} if sized else {}
+    least = {"min_bytes": "4KiB"} if "weights" in config else {}
+    return {**config, **SMALL_CHUNKS, **window, **least}

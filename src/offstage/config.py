@@ -171,6 +171,13 @@ class OffloadConfig:
     min_bytes: int | str = "64KiB"
     """Parameters with less state than this stay resident. ``None``: the default."""
 
+    weights: float | int | str = "device"
+    """Where the weights of the model's layers live. ``"device"``: where they are used. ``"host"``: in host memory, with
+    their state; a layer's weights are copied to the device for its forward and its backward, and gradients leave for
+    the host unless they are used at once. Needs the model. A number from 0.0 to 1.0: the share of the layers' weights
+    that lives on the host. A size: the most device memory for weights. The first layers stay. A model that is on the
+    CPU beside an accelerator goes the same way, and the rest of it is moved there."""
+
     # Where it is updated
 
     update_on: Literal["device", "host", "auto"] = "device"
@@ -220,8 +227,8 @@ class OffloadConfig:
     # Movement
 
     chunk_bytes: int | str | None = None
-    """Size of a slot: all state keys of one chunk together. ``None``: 64 MiB, or less where the slots would together
-    take more than a quarter of the state that streams through them."""
+    """Size of a slot: all state keys of one chunk together. ``None``: 64 MiB, 128 MiB where weights live on the host,
+    or less where the slots would together take more than a quarter of the state that streams through them."""
 
     slots: int | None = None
     """Number of staging buffers on the device. ``None``: 3, of which one is fetched, one updated, one stored. With
@@ -238,6 +245,7 @@ class OffloadConfig:
                 object.__setattr__(self, field, parse_size(getattr(self, field), field))
         if not _is_one_of(self.window, WINDOWS):
             object.__setattr__(self, "window", parse_size(self.window, "window", or_one_of=WINDOWS))
+        object.__setattr__(self, "weights", _where_weights_live(self.weights))
         object.__setattr__(self, "state_dtype", _named_dtypes(self.state_dtype))
         self._check_numbers()
         self._check_choices()
@@ -253,13 +261,21 @@ class OffloadConfig:
 
     @property
     def most_chunk_bytes(self) -> int:
-        """`chunk_bytes`, or the most that a plan chooses."""
-        return MAX_CHUNK_BYTES if self.chunk_bytes is None else int(self.chunk_bytes)
+        """`chunk_bytes`, or the most that a plan chooses: twice as much where layers come and go, too, because each
+        trip takes time of the thread that runs backward."""
+        if self.chunk_bytes is not None:
+            return int(self.chunk_bytes)
+        return 2 * MAX_CHUNK_BYTES if self.moves_weights else MAX_CHUNK_BYTES
 
     @property
     def overlaps(self) -> bool:
         """Whether any work happens outside `step()`. Only then are hooks registered."""
-        return bool(self.window) or self.overlap_forward or self.update_in_backward
+        return bool(self.window) or self.overlap_forward or self.update_in_backward or self.moves_weights
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights live on the host."""
+        return self.weights != "device"
 
     @classmethod
     def build(cls, config: OffloadConfig | None, overrides: Mapping[str, Any]) -> OffloadConfig:
@@ -328,6 +344,7 @@ class OffloadConfig:
                 "fraction=0.0 switches offloading off, which contradicts update_on and host_fraction: no state is on "
                 "the host to be updated there. Leave them out, or raise fraction."
             )
+        self._check_weights()
         self._check_overlap()
         if self.rule == "torch" and self.master_weights == "split":
             raise ConfigError(
@@ -355,6 +372,25 @@ class OffloadConfig:
             raise ConfigError(
                 f"window={self.window!r} decides how much state is on the device, which contradicts "
                 f"device_budget={exact_size(int(self.device_budget))}. Leave one of the two out."
+            )
+
+    def _check_weights(self) -> None:
+        if not self.moves_weights:
+            return
+        if self.fraction == 0.0:
+            raise ConfigError(
+                f"fraction=0.0 switches offloading off, which contradicts weights={self.weights!r}: weights live on "
+                "the host where their state does. Leave one of the two out."
+            )
+        if self.update_on != "device" or self.host_fraction is not None:
+            raise ConfigError(
+                f"weights={self.weights!r} brings weights to the device, where they are updated, which contradicts "
+                f"update_on={self.update_on!r} and host_fraction. Leave them out, or leave weights out."
+            )
+        if self.window:
+            raise ConfigError(
+                f"weights={self.weights!r} sends for state with the layer it belongs to, which contradicts window="
+                f"{self.window!r}. Leave window out."
             )
 
     def _check_effects(self) -> None:
@@ -422,6 +458,26 @@ def _set_default(config: Any, field: str) -> None:
         object.__setattr__(config, field, type(config).__dataclass_fields__[field].default)
 
 
+def _where_weights_live(value: object) -> str | float | int:
+    """`weights`: ``"device"``, ``"host"``, a share, or bytes. Shares at the ends are words."""
+    if isinstance(value, str) and value in ("device", "host"):
+        return value
+    if isinstance(value, float):
+        if not _is_share(value):
+            raise ConfigError(
+                f"weights expects a share from 0.0 to 1.0, a size, 'device' or 'host'; found {value!r}. Use 'host' for "
+                "all of them."
+            )
+        return {0.0: "device", 1.0: "host"}.get(value, value)
+    size = parse_size(value, "weights", or_one_of=("device", "host"))  # type: ignore[arg-type]
+    if size < MIN_CHUNK_BYTES:
+        raise ConfigError(
+            f"weights expects a share from 0.0 to 1.0, a size, 'device' or 'host'; found {value!r}, which is a size of "
+            f"{size} bytes. Write {float(size) if size <= 1 else 1.0} for a share, or 'host'."
+        )
+    return size
+
+
 def _named_dtypes(value: object) -> str | dict[str, str]:
     """`state_dtype` with the names of its dtypes, checked."""
     if not isinstance(value, Mapping):
@@ -450,6 +506,7 @@ class OffloadSettings(TypedDict, total=False):
     device_peak: int | str | None
     host_budget: int | str | None
     min_bytes: int | str | None
+    weights: float | int | str
     update_on: Literal["device", "host", "auto"]
     host_fraction: float | None
     threads: int | None

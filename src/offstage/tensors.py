@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.utils import get_total_norm
+from torch.utils.weak import WeakIdKeyDictionary
 
 from offstage.errors import ConfigError, OffstageError
 
@@ -243,20 +244,47 @@ def check_dtensor(param: DTensor, name: str) -> None:
         )
 
 
+# Weights that live on the host #
+
+_homes: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def home_of(param: torch.Tensor) -> torch.device:
+    """The device on which `param` is used and updated: where it is, unless it lives on the host and only visits."""
+    home: torch.device | None = _homes.get(param)  # type: ignore[no-untyped-call]
+    return local_of(param).device if home is None else home
+
+
+def set_home(param: torch.Tensor, device: torch.device) -> None:
+    """`param` is used and updated on `device`, wherever its tensor is."""
+    _homes[param] = device
+
+
+def forget_home(param: torch.Tensor) -> None:
+    """`param` is where its tensor is."""
+    _homes.pop(param, None)  # type: ignore[no-untyped-call]
+
+
+# Norms #
+
+
 def total_norm(
     params: Sequence[torch.Tensor],
     gradients: Mapping[torch.Tensor, torch.Tensor],
     norm_type: float,
     group: dist.ProcessGroup | None = None,
+    known: Mapping[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The norm of `gradients`, over all ranks that hold parts of them, as a plain tensor.
+
+    `known`: norms of some of them (not of DTensors), as `norm_of` gives them; those gradients are not read.
 
     `params` are all parameters that may have gradients. Every rank of a mesh reduces the same list, with zeros for
     parameters without a gradient on this rank: otherwise ranks whose experts saw no token would skip the collective and
     block the others. `group`: ranks with other parameters (stages of a pipeline), whose norms are included.
     """
-    plain = [gradient for gradient in gradients.values() if not isinstance(gradient, DTensor)]
-    norms = [get_total_norm(plain, norm_type)] if plain else []
+    plain = {param: gradient for param, gradient in gradients.items() if not isinstance(gradient, DTensor)}
+    norms = [_plain_norm(plain, norm_type, known or {})] if plain else []
     by_layout: dict[tuple[DeviceMesh, tuple[Placement, ...]], list[tuple[torch.Tensor | None, torch.dtype]]] = {}
     for param in params:
         if isinstance(param, DTensor):
@@ -270,6 +298,28 @@ def total_norm(
         there = [norm.to(device) for norm in norms] or [torch.zeros((), dtype=torch.float32, device=device)]
         norms = [torch.linalg.vector_norm(torch.stack(there), norm_type)]
     return _reduced(norms[0], group, norm_type) if group is not None else norms[0]
+
+
+def _plain_norm(
+    gradients: Mapping[torch.Tensor, torch.Tensor], norm_type: float, known: Mapping[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    if known.keys().isdisjoint(gradients):
+        return get_total_norm(list(gradients.values()), norm_type)
+    # In the order of `get_total_norm`: by device and dtype, each in the order of the gradients.
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for param, gradient in gradients.items():
+        one = known[param] if param in known else norm_of(gradient, norm_type)
+        by_kind.setdefault((one.device, gradient.dtype), []).append(one)
+    norms = [one for kind in by_kind.values() for one in kind]
+    stacked = torch.stack([one.to(norms[0].device) for one in norms])
+    return torch.linalg.vector_norm(stacked, norm_type)  # type: ignore[no-any-return]
+
+
+def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of one gradient, rounded as `torch.nn.utils.get_total_norm` rounds that of each."""
+    if gradient.device.type == "cpu":
+        return torch.linalg.vector_norm(gradient, norm_type)  # type: ignore[no-any-return]
+    return torch._foreach_norm([gradient], norm_type)[0]
 
 
 def _norm_over(

@@ -154,10 +154,9 @@ class Routed(nn.Module):
 def test_a_mixture_of_experts(seed):
     expected, _ = trained(Routed, {"window": "all"}, None)
     with on_lanes(seed):
-        for config in ({}, {"weights": True}):
-            found, handle = trained(Routed, {"window": "all"}, config, first="activations")
-            assert_same(found, expected)
-            assert handle.bytes_returned > 0
+        found, handle = trained(Routed, {"window": "all"}, {}, first="activations")
+        assert_same(found, expected)
+        assert handle.bytes_returned > 0
 
 
 # Compiled

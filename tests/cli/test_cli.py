@@ -392,6 +392,40 @@ def test_usage_makes_the_plan(elsewhere):
     assert load_config(None, words[2:]).offload == OffloadConfig(**keywords)
 
 
+def test_plan_with_weights_on_the_host(elsewhere, capsys):
+    """7B in 24 GiB, where weights and gradients alone take more; what is printed makes the same plan."""
+    words = ["7B", "--machine=desktop.json", "--workload.other-bytes=4GiB", "--offload.master-weights=split"]
+    assert cli.main(["plan", *words]) == 2
+    assert "--weights host" in capsys.readouterr().err
+    assert cli.main(["plan", *words, "--weights", "host"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"weights +13\.0 GiB on the host, at most \d\.\d GiB on the device", text)
+    assert "offstage.offload(optimizer, model, weights='host', master_weights='split')" in text
+    assert "--offload.weights=host" in text
+    for given, found in (("0.5", 0.5), ("8GiB", 8 << 30), ("device", "device")):
+        question = parse([*words, "--weights", given])
+        assert question.config.weights == found
+        assert parse([*words, f"--offload.weights={given}"]).config == question.config
+    question = parse([*words, "--weights=8GiB", "--budget=22GiB", "--offload.update-in-backward"])
+    plan = question.answer()
+    assert 0 < plan.host_weight_bytes < 13 << 30
+    python, command = usage(question, plan).splitlines()
+    assert "weights='8GiB'" in python
+    assert load_config(None, shlex.split(command)[2:]).offload.weights == 8 << 30
+    with pytest.raises(ConfigError, match=r"--weights and --offload.weights are the same thing"):
+        parse([*words, "--weights=host", "--offload.weights=host"])
+    with pytest.raises(ConfigError, match=r"expected one rank, found 2"):
+        parse([*words, "--weights=host", "--devices=2"]).answer()
+
+
+def test_plan_of_a_training_run_with_weights_on_the_host(elsewhere):
+    Path("run.toml").write_text('[model]\nsize = "50M"\n[offload]\nweights = 0.5\n')
+    question = parse(["run.toml", "--machine=desktop.json"])
+    assert question.config.weights == 0.5
+    assert 0 < question.answer().host_weight_bytes < 2 * num_parameters(SIZES["50M"])
+    assert parse(["run.toml", "--machine=desktop.json", "--weights=host"]).config.weights == "host"
+
+
 # Bench #
 
 

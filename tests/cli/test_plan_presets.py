@@ -62,6 +62,7 @@ def test_devices_of_one_server_have_their_part_of_the_host():
     [
         "--model=llama-3.1-8b --machine=rtx4090",  # weights and gradients do not fit the device
         "llama-2-13b --machine h200 --workload.other-bytes 2GiB",  # the state does not fit the host
+        "llama-2-7b --machine=rtx4090 --workload.other-bytes=6GiB",  # with split masters, and weights on the host
     ],
 )
 def test_what_would_fit_fits(words, capsys):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import offstage
 from offstage.config import Placement
 from offstage.engine.pipeline import Pipeline
-from offstage.engine.transport import Transport
+from offstage.engine.transport import Moved, Transport
 from offstage.errors import StepLostError
 from offstage.optimizer import places as placing
 from offstage.optimizer.optimizer import runtime_of
@@ -174,7 +174,7 @@ def test_an_exception_before_the_first_update_changes_nothing(monkeypatch):
     optimizer.zero_grad()
     loss_of(model, 2).backward()
 
-    def fail(*_):
+    def fail(*_, **__):
         raise torch.OutOfMemoryError("no room for a slot")
 
     with monkeypatch.context() as patch:
@@ -341,7 +341,7 @@ def test_a_budget_that_is_met_without_offloading_is_no_error():
 def test_a_step_that_moves_nothing_raises(monkeypatch):
     """“Nothing moved although something with a gradient should have: raise … with the reason”: at the step itself."""
     model, optimizer = offloaded_model()
-    monkeypatch.setattr(placing.Places, "moved_bytes", lambda self: (0, 0))
+    monkeypatch.setattr(placing.Places, "moved", lambda self: Moved())
     with pytest.raises(offstage.OffloadIneffectiveError, match=r"0\.weight.*no byte moved"):
         train(model, optimizer, 1)
 

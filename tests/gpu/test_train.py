@@ -9,6 +9,8 @@ import torch
 
 from offstage.errors import OffstageError
 from offstage.train import loop, passes
+from offstage.train.config import ModelSettings
+from offstage.train.model import build as build_model
 from tests.support.gates import no_synchronisation
 from tests.support.trainer import TINY, differences, losses_of, rows_of, train
 
@@ -18,6 +20,8 @@ PLANS = {
     "forward": {**SMALL, "overlap_forward": True, "window": "1MiB"},
     "backward": {**SMALL, "overlap_forward": True, "update_in_backward": True, "master_weights": "split"},
     "host": {**SMALL, "update_on": "host", "overlap_forward": True},
+    "weights": {**SMALL, "weights": "host", "overlap_forward": True, "master_weights": "split"},
+    "weights in backward": {**SMALL, "weights": "host", "update_in_backward": True, "master_weights": "split"},
 }
 BY_SIZE = dict.fromkeys(TINY)  # over the defaults of small runs, whose layers would be too small to move
 MODEL = {"model": {**BY_SIZE, "size": "10M", "layers": 4}, "data": {"sequence": 512, "batch": 8}}
@@ -38,7 +42,7 @@ def resident(tmp_path_factory):
     return go(tmp_path_factory.mktemp("resident"), "off")
 
 
-@pytest.mark.parametrize("plan", ["forward", "backward", "host"])
+@pytest.mark.parametrize("plan", ["forward", "backward", "host", "weights", "weights in backward"])
 def test_every_plan_has_the_same_bits(plan, resident, tmp_path):
     done = go(tmp_path, plan)
     assert losses_of(tmp_path) == losses_of(resident.folder)
@@ -56,6 +60,42 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(resident, tmp_path):
     go(tmp_path / "stopped", "backward", run={"steps": 5}, **flat)
     done = go(tmp_path / "stopped", "host", **flat)
     assert differences(done.checkpoint, whole.checkpoint) == []
+
+
+def test_a_run_with_weights_on_the_host_goes_on_to_the_same_bits(resident, tmp_path):
+    """From its own checkpoint, which was read from host memory, and with weights on the device."""
+    flat = {"optimizer": {"warm_up": 0, "last_lr_share": 1.0}}
+    whole = go(tmp_path / "whole", "forward", **flat)
+    for first, then in (("weights", "weights in backward"), ("weights in backward", "forward"), ("forward", "weights")):
+        folder = tmp_path / f"{first}, {then}"
+        go(folder, first, run={"steps": 5}, **flat)
+        assert differences(go(folder, then, **flat).checkpoint, whole.checkpoint) == []
+
+
+def test_first_weights_on_the_host_have_the_bits_of_the_device():
+    """Made there one by one: never more than one of them is on the device."""
+    settings = ModelSettings(size="10M", layers=4)
+    there = build_model(settings, device="cuda", dtype=torch.bfloat16, sequence=512, seed=3)
+    largest = max(param.nbytes for param in there.parameters())
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    here = build_model(settings, device="cuda", dtype=torch.bfloat16, sequence=512, seed=3, home=torch.device("cpu"))
+    assert torch.cuda.max_memory_allocated() - before <= 2 * largest
+    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert one.device.type == "cpu"
+        assert torch.equal(one, other.cpu())
+
+
+def test_what_is_observed_of_weights_on_the_host(tmp_path):
+    go(tmp_path, "weights", run={"observe_step": 5}, activations={"mode": "checkpoint"})
+    observed = json.loads((tmp_path / "observed.json").read_text())
+    assert observed["notes"] == []
+    weights = observed["memory"]["bytes"]["weights"]
+    assert min(weights) < max(weights)
+    about = json.loads((tmp_path / "run.json").read_text())
+    assert max(weights) - min(weights) <= about["weights"]["device_bytes"]
+    assert about["plan"]["host_weight_bytes"] == pytest.approx(about["weights"]["host_bytes"], rel=0.01)
+    assert about["plan"]["prediction"]["iteration_ms"] > 0
 
 
 @pytest.mark.parametrize("mode", ["checkpoint", "offload", "checkpoint_and_offload", "auto"])

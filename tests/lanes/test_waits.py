@@ -19,6 +19,7 @@ from torch import nn
 
 import offstage
 from offstage.activations.offload import offload_activations
+from offstage.engine.gradients import HostGradient
 from offstage.errors import OffstageError, StepLostError
 from offstage.lanes.link import link_for, measure_duplex
 from offstage.lanes.testing.lazy import WaitLog
@@ -211,6 +212,12 @@ def synchronized(**config):
     return weights_of(model.parameters())
 
 
+def first_iteration():
+    """Its gradients leave, those of resident state, too, and return for their updates."""
+    with mock.patch("offstage.optimizer.overlap.leaving.LEAST_LEAVING", 0):
+        return iterated(range(3), update_in_backward=True, fraction=0.5)
+
+
 def gradients_by_hand(**config):
     """A step after which no module ran: the next one finds its updates still under way."""
     model, optimizer = overlapped(**config)
@@ -304,7 +311,7 @@ def saved_with_speculation():
     return saved_meanwhile(optimizer, lambda: iterate(model, optimizer, range(3), clip=[1e4]))
 
 
-# Activations, and weights on the host
+# Activations, and weights on the host for other optimizers
 
 
 class Layers(nn.Module):
@@ -406,6 +413,154 @@ def weights_sent_for_and_not_used():
     return [param.detach().clone() for param in model.parameters()]
 
 
+# Weights on the host
+
+
+HOSTED = {"weights": "host"}
+
+
+def make_hosted(**config):
+    torch.manual_seed(0)
+    model = Layers()
+    adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, offstage.offload(adamw, model, **{**SMALL, "slots": 2, **HOSTED, **config})
+
+
+def hosted(numbers=range(3), clip=None, micro_batches=1, clip_grad_norm=None, before_step=None, between=None, **config):
+    """A loop with weights on the host. `before_step` and `between` may return tensors."""
+    model, optimizer = make_hosted(**config)
+    found = []
+    for step in numbers:
+        for number in range(micro_batches):
+            with optimizer.accumulate() if number < micro_batches - 1 else contextlib.nullcontext():
+                model(torch.full((3, 40), 0.1 * (step + number + 1))).backward()
+        if before_step is not None:
+            found += before_step(model) or []
+        if clip is not None:
+            max_norm = clip[step % len(clip)]
+            norm = (
+                clip_grad_norm(model, max_norm) if clip_grad_norm is not None else optimizer.clip_grad_norm_(max_norm)
+            )
+            found.append(norm.clone())
+        end_step(optimizer)
+        if between is not None:
+            found += between(model, optimizer) or []
+    return found + model_result(model, optimizer)
+
+
+def torchs_own(model, max_norm):
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def read_gradients(model):
+    """They stay on the host, where they are read."""
+    return [param.grad.clone() for param in model.parameters()]
+
+
+def write_gradients(model):
+    """A norm that is not known brings them back; then they are written where they are."""
+    norm = nn.utils.get_total_norm([param.grad for param in model.parameters()], float("inf"))
+    for param in model.parameters():
+        param.grad.mul_(0.5).add_(torch.full_like(param, 0.01))
+    return [norm]
+
+
+def set_gradients(model):
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.01)
+
+
+def step_by_hand(model, optimizer):
+    """A step without a forward: the one before may still wait for it."""
+    set_gradients(model)
+    end_step(optimizer)
+
+
+def read_state_dict(model, optimizer):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def load_model(model, optimizer):
+    model.load_state_dict({name: 0.9 * value for name, value in model.state_dict().items()})
+
+
+def write_weights(model, optimizer):
+    optimizer.synchronize()
+    for param in model.parameters():
+        param.data.mul_(0.9)
+
+
+def evaluate(model, optimizer):
+    with torch.no_grad():
+        return [model(torch.ones(3, 40)), model.layers[2](torch.ones(3, 40))]
+
+
+def replan(model, optimizer):
+    optimizer.replan(fraction=1.0)
+
+
+def load_optimizer(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def hosted_closed(**config):
+    model, optimizer = make_hosted(**config)
+    for step in range(3):
+        model(torch.full((3, 40), 0.1 * (step + 1))).backward()
+        end_step(optimizer)
+    optimizer.close()
+    return weights_of(model.parameters())
+
+
+def hosted_dropped(**config):
+    """The optimizer goes while updates are under way: they end first."""
+    model, optimizer = make_hosted(**config)
+    for step in range(3):
+        model(torch.full((3, 40), 0.1 * (step + 1))).backward()
+        end_step(optimizer)
+    del optimizer
+    gc.collect()
+    return weights_of(model.parameters())
+
+
+def hosted_layers_skipped(**config):
+    """Layers that did not run still have updates to come, and were sent for in vain."""
+    model, optimizer = make_hosted(**config)
+    for step in range(5):
+        x = torch.full((3, 40), 0.1 * (step + 1))
+        loss = model(x) if step % 2 == 0 else model.layers[4](model.layers[1](x)).pow(2).mean()
+        loss.backward()
+        end_step(optimizer)
+    return model_result(model, optimizer)
+
+
+def hosted_saved_with_speculation(**config):
+    model, optimizer = make_hosted(update_in_backward=True, **config)
+
+    def train():
+        for step in range(3):
+            model(torch.full((3, 40), 0.1 * (step + 1))).backward()
+            end_step(optimizer, 1e4)
+
+    train()
+    return saved_meanwhile(optimizer, train)
+
+
+def gradient_set_by_hand():
+    """A gradient on the host's side of the link, assigned over one that is leaving, or coming back."""
+    lanes = link_for(torch.device("cpu")).lanes()
+    gradient = HostGradient("weight", 100, torch.float32, lanes.device, lanes, pin=False)
+    found = []
+    for number in range(3):
+        gradient.leave(torch.full((100,), float(number)))
+        if number == 1:
+            gradient.send_for()
+        gradient.set(torch.full((100,), 10.0 + number))
+        found.append(gradient.on_device().clone())
+        gradient.forget()
+    return found
+
+
 def link_measured():
     """Copies there and back, into memory that is used for something else right after."""
     lanes = link_for(torch.device("cpu")).lanes()
@@ -439,6 +594,32 @@ ALL_ON_HOST = {
     "on_host_in_backward": partial(iterated, **EARLY, **ON_HOST),
     **{f"on_host_{one.__name__}": partial(one, **ON_HOST) for one in AFTER_AN_OVERLAPPED_STEP},
 }
+BOTH = {**EARLY, **FORWARD}
+ACCUMULATED = {"micro_batches": 2}
+BY_TORCH = {"clip": [1e4, 1e-4], "clip_grad_norm": torchs_own, **ACCUMULATED}
+ALL_HOSTED = {
+    "hosted_gradients_set": partial(hosted, before_step=set_gradients, **FORWARD),
+    "hosted_gradients_written": partial(hosted, before_step=write_gradients, **ACCUMULATED),
+    "hosted_in_step": partial(hosted, **BY_TORCH),
+    "hosted_closed": partial(hosted_closed, **FORWARD),
+    "hosted_postponed": partial(hosted, **FORWARD),
+    "hosted_postponed_and_clipped": partial(hosted, **FORWARD, **BY_TORCH),
+    "hosted_in_backward": partial(hosted, **EARLY),
+    "hosted_in_backward_and_accumulated": partial(hosted, **BOTH, **ACCUMULATED),
+    "hosted_clipped_now_and_then": partial(hosted, **NOW_AND_THEN, **EARLY),
+    "hosted_clipped_now_and_then_and_accumulated": partial(hosted, **NOW_AND_THEN, **BOTH, **ACCUMULATED),
+    "hosted_gradients_read": partial(hosted, before_step=read_gradients, **FORWARD),
+    "hosted_gradients_by_hand": partial(hosted, between=step_by_hand, **FORWARD),
+    "hosted_model_saved": partial(hosted, between=read_state_dict, **FORWARD),
+    "hosted_model_loaded": partial(hosted, between=load_model, **BOTH),
+    "hosted_weights_written": partial(hosted, between=write_weights, **FORWARD),
+    "hosted_evaluated": partial(hosted, between=evaluate, **FORWARD),
+    "hosted_replanned": partial(hosted, between=replan, **FORWARD),
+    "hosted_optimizer_loaded": partial(hosted, between=load_optimizer, **FORWARD),
+    "hosted_dropped": partial(hosted_dropped, **EARLY),
+    "hosted_layers_skipped": partial(hosted_layers_skipped, **FORWARD),
+    "hosted_saved_with_speculation": hosted_saved_with_speculation,
+}
 OTHERS = [
     saved_while_training,
     saved_with_speculation,
@@ -452,7 +633,9 @@ OTHERS = [
     loaded_in_between,
     *AFTER_AN_OVERLAPPED_STEP,
     window_evicted,
+    first_iteration,
     link_measured,
+    gradient_set_by_hand,
 ]
 SCENARIOS = {
     **ALL_ON_HOST,
@@ -474,6 +657,7 @@ SCENARIOS = {
     "updated_in_backward_and_overlapped": partial(iterated, window="64KiB", **EARLY, **FORWARD),
     "clipped_now_and_then": partial(iterated, **NOW_AND_THEN, **EARLY, **FORWARD),
     "clipped_without_overlap": partial(iterated, clip=[1e4, 1e-4]),
+    **ALL_HOSTED,
 }
 
 
@@ -490,7 +674,10 @@ WAITS = sorted(set().union(*SEEN.values()))
 
 @functools.cache
 def expected_of(scenario):
-    return None if "lost_and_loaded" in scenario else SCENARIOS[scenario]()
+    """On lanes that run at once; of weights on the host, with weights on the device."""
+    if "lost_and_loaded" in scenario:
+        return None
+    return SCENARIOS[scenario](weights="device") if scenario in ALL_HOSTED else SCENARIOS[scenario]()
 
 
 def is_as_expected(scenario, got):
@@ -510,9 +697,19 @@ def test_the_waits_are_these():
         "close: the weights are ready",
         "drop: nothing is under way",
         "fetch: the chunk's last store is done",
+        "fetch: the gradients are on the host",
         "fetch: the slot is free",
         "forward: the weights are ready",
+        "gradient: it has left",
+        "gradient: it has returned",
+        "gradient: it is made",
+        "gradient: it is on the host",
+        "gradient: its last use on the host is over",
+        "gradient: the host may write it",
+        "gradient: the host reads it",
+        "gradient: the memory is free",
         "host: all stores are done",
+        "host: the first gradients are used",
         "host: the snapshot has its copy",
         "host: weights and gradients have come down",
         "leave: the tensor has left",
@@ -539,14 +736,22 @@ def test_the_waits_are_these():
         "synchronize: the weights are ready",
         "trim: the host memory is not in use",
         "update: the gradients are ready",
+        "update: the gradients have returned",
+        "update: the gradients were used",
         "update: the state is fetched",
+        "update: the weights are fetched",
         "weights: the fetch is over",
         "weights: the gradient has left",
         "weights: the gradient is made",
         "weights: the gradient is on the host",
+        "weights: the host may read",
+        "weights: the host may write",
+        "weights: the last store is done",
+        "weights: the layer is here",
+        "weights: the layer was stored",
         "weights: the memory is free",
-        "weights: the optimizer may write",
-        "weights: the weight is here",
+        "weights: the update is done",
+        "weights: the updates are done",
         "window: the slot's last store is done",
     ]
 
@@ -555,7 +760,7 @@ def test_every_wait_in_the_source_is_here():
     """No wait hides from this file behind a path that no scenario takes."""
     source = Path(offstage.__file__).parent
     pattern = re.compile(r'"([a-z]+: [a-z][^"%{}]*)"')
-    rooms = ("activations", "engine", "lanes", "optimizer")
+    rooms = ("activations", "engine", "lanes", "optimizer", "weights")
     files = [file for room in rooms for file in (source / room).rglob("*.py")]
     named = {name for file in files for name in pattern.findall(file.read_text())}
     assert set(WAITS) <= named

@@ -214,9 +214,9 @@ def interrupted(loop: Loop) -> None:
     engine = runtime_of(loop.optimizer).engines[0]
     run = engine.run
 
-    def interrupting(updates):
+    def interrupting(*updates):
         signal.raise_signal(signal.SIGINT)
-        run(updates)
+        run(*updates)
 
     engine.run = interrupting
     loop.backward()

@@ -27,6 +27,8 @@ MODES = {
     "host, in forward": {"overlap_forward": True, "update_on": "host", "threads": 2},
     "in backward": {"update_in_backward": True, "overlap_forward": True},
     "in backward, clipped": {"update_in_backward": True, "clip": 1e4},
+    "weights on the host": {"weights": "host", "overlap_forward": True},
+    "weights on the host, in backward, clipped": {"weights": "host", "update_in_backward": True, "clip": 1e4},
 }
 STEPS = 12
 

@@ -169,7 +169,7 @@ def test_the_memory_of_gradients_is_given_back_during_backward():
         layer.weight.register_post_accumulate_grad_hook(look)
     optimizer = offstage.offload(adamw(model.parameters()), model, **BACKWARD)
     iterate(model, optimizer, range(1))
-    assert max(most) == LAYERS  # the first iteration is plain
+    assert max(most) <= LAYERS / 2  # they leave for the host while it is learned which are final
     iterate(model, optimizer, range(1, 3))
     seen.clear()
     most.clear()

@@ -118,6 +118,12 @@ class Iterations:
     )  # fmt: skip
     IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt")
     FORMATS = (*FORMATS, (torch.float32, {"fraction": 0.5}))
+    PLACES = (
+        *({"window": window} for window in (0, "16KiB", "48KiB", "all")),
+        *[{"weights": "host"}] * 3,
+        {"weights": 0.5},
+    )
+    """A window beside weights on the device, or weights on the host: half of the lives each."""
     CLIPS = (None, (1e4,), (1e-4,), (1e4, 1e-4), (1e4, 1e4, 1e-4, None))
 
     def __init__(self, seed: int, dtype: torch.dtype, config: dict, clip: tuple | None, in_between: str) -> None:

@@ -110,8 +110,17 @@ def second_thread(calls, model, optimizer):
         assert not thread.is_alive()
 
 
+AUTOGRADS_OWN = (
+    "modified by an inplace operation",
+    "pack hook is modifying its input in place",
+    # It does not expect that a gradient goes while it adds to it: with a plain optimizer the process may end, too.
+    "Expected a proper Tensor but got None",
+    "called on an undefined Tensor",
+)
+"""Where a step was made, a weight written or a gradient removed since forward, or in the middle of backward."""
+
+
 def assert_clear(found):
     """Each call came to its end, or raised one of our errors."""
     strange = [(name, repr(error)) for name, error in found if not isinstance(error, OffstageError | None)]
-    # Autograd's own, where a step was made since forward.
-    assert not [one for one in strange if one[0] != "iterate" or "modified by an inplace operation" not in one[1]]
+    assert not [one for one in strange if one[0] != "iterate" or not any(words in one[1] for words in AUTOGRADS_OWN)]

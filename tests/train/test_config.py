@@ -66,6 +66,7 @@ SAMPLES = {
     "offload.device_peak": (["40GiB", "--offload.window", "auto"], 40 << 30),
     "offload.host_budget": (["123456"], 123456),
     "offload.min_bytes": (["0"], 0),
+    "offload.weights": (["host"], "host"),
     "offload.update_on": (["auto"], "auto"),
     "offload.host_fraction": (["0.25"], 0.25),
     "offload.threads": (["2", "--offload.update-on", "host"], 2),

@@ -80,7 +80,8 @@ def train(folder: Path, **config: Any) -> Path:
         if step == OBSERVED:
             observer.__exit__(None, None, None)
             observer.save(folder / "observed.json")
-        fetched, stored = runtime_of(optimizer).last_moved
+        last = runtime_of(optimizer).last_moved
+        fetched, stored = last.up, last.down
         rows.append({"step": step, "loss": loss.item(), "grad_norm": norm.item(), "bytes_fetched": fetched})
         rows[-1] |= {"bytes_stored": stored, "skipped": False, "device_peak_bytes": None, "step_ms": 2.0 + step}
         if step % 4 == 0:

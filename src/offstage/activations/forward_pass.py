@@ -15,6 +15,7 @@ from offstage.activations.layers import GraphLifetime, LayerCall
 from offstage.activations.plan import Choice
 from offstage.activations.storage import SavedStorage, Storage
 from offstage.activations.traffic import Traffic
+from offstage.weights.host_weights import HostWeights
 
 
 class ForwardPass:
@@ -43,6 +44,8 @@ class ForwardPass:
         """Saved since the last layer."""
         self.storages: dict[int, Storage] = {}
         self.weights: dict[int, StorageWeakRef] = {}
+        self.host_weights: HostWeights | None = None
+        """The weights of the model that live on the host, if any do."""
 
 
 def frames() -> Iterator[FrameType]:

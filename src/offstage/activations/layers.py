@@ -14,37 +14,9 @@ from torch.utils._pytree import tree_leaves
 from offstage.activations.plan import Choice, spread
 from offstage.config import ActivationConfig
 from offstage.errors import ConfigError
+from offstage.modules import size_of
 
 ORDINARY = (torch.Tensor, nn.Parameter)
-
-
-def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
-    """The model's layers: those given, or the children of its longest `ModuleList`."""
-    if isinstance(layers, Sequence) and not isinstance(layers, str):
-        known = set(model.modules())
-        for layer in layers:
-            if layer not in known:
-                raise ConfigError(
-                    f"layers names a {type(layer).__name__} that is not part of the model; expected modules of the "
-                    f"{type(model).__name__} given. Pass them as list(model.layers)."
-                )
-        return list(layers)
-    lists = _module_lists(model)
-    if not lists or not any(len(one) for one in lists):
-        raise ConfigError(
-            f"{type(model).__name__} has no ModuleList whose children could be its layers; expected one. Name them "
-            "yourself, as in offload_activations(model, layers=[...])."
-        )
-    return list(max(lists, key=len))
-
-
-def num_layers_of(model: nn.Module, layers: Sequence[nn.Module]) -> int:
-    """How many layers the model has, where some of them may have been named."""
-    return max([len(layers), *(len(one) for one in _module_lists(model) if set(one) & set(layers))])
-
-
-def _module_lists(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
-    return [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
 
 
 def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[Choice, ...]:
@@ -65,10 +37,6 @@ def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[C
 def kind_of(layer: nn.Module) -> tuple[type[nn.Module], int]:
     """Layers of one kind save as much as each other, and do the same with it."""
     return type(layer), size_of(layer)
-
-
-def size_of(layer: nn.Module) -> int:
-    return sum(param.numel() for param in layer.parameters())
 
 
 class GraphLifetime:

@@ -26,34 +26,36 @@ from torch import nn
 
 from offstage.activations.device import DeviceActivations
 from offstage.activations.forward_pass import ForwardPass, frames
-from offstage.activations.hooks import (
-    LayerHook,
-    ModelAnchor,
-    Recomputing,
-    is_recomputed,
-    refuse_other_hooks,
-    running_backward,
-)
-from offstage.activations.host_weights import HostWeights, SavedWeight
 from offstage.activations.layers import (
     ORDINARY,
     GraphLifetime,
     LayerCall,
     choices_of,
-    layers_of,
-    num_layers_of,
-    size_of,
     storages_of,
 )
 from offstage.activations.measuring import LayerMeasurements
 from offstage.activations.plan import ActivationPlan, Choice
 from offstage.activations.receipt import ActivationReceipt, renamed
 from offstage.activations.remaking import RemadeStorage, TriedStorage, remakable_storage
-from offstage.activations.storage import Saved, SavedStorage, Stayed, Storage
+from offstage.activations.storage import Saved, SavedStorage, Storage
 from offstage.activations.traffic import Traffic
 from offstage.config import ActivationConfig, ActivationSettings, documents, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from offstage.lanes.lanes import Lanes
+from offstage.modules import (
+    LayerHook,
+    ModelAnchor,
+    Recomputing,
+    Stayed,
+    is_recomputed,
+    layers_of,
+    num_layers_of,
+    refuse_other_hooks,
+    running_backward,
+    size_of,
+)
+from offstage.weights.host_weights import HostWeights, SavedWeight, host_weights_of
+from offstage.weights.moving import weights_for_other_optimizers
 
 logger = logging.getLogger("offstage")
 
@@ -143,7 +145,7 @@ class ActivationOffload:
 
     def _move_weights(self, model: nn.Module) -> HostWeights:
         chosen = [layer for layer, choice in zip(self._layers, self._choices, strict=True) if choice is Choice.OFFLOAD]
-        return HostWeights(model, list(dict.fromkeys(chosen)), self.config)
+        return weights_for_other_optimizers(model, list(dict.fromkeys(chosen)), self.config)
 
     def _bind(self, model: nn.Module) -> None:
         """Hooks know this object weakly: the model keeps it alive by its anchor, and copies of the model do not."""
@@ -247,8 +249,6 @@ class ActivationOffload:
         self._forget_interrupted()
         forward = ForwardPass(self._choices, self._traffic())
         self._forwards.append(forward)  # first: whatever raises below, `_end` is called
-        if self._weights is not None:
-            self._weights.begin()
         if not torch.is_grad_enabled() or is_recomputed(self):
             return
         self._check_working()
@@ -265,6 +265,7 @@ class ActivationOffload:
         model = self._model()
         assert model is not None
         forward.weights = storages_of(model)
+        forward.host_weights = host_weights_of(model)
         hooks = torch.autograd.graph.saved_tensors_hooks(functools.partial(self._pack, forward), self._unpack)
         hooks.__enter__()
         forward.hooks = hooks
@@ -300,8 +301,6 @@ class ActivationOffload:
             if forward.has_new_proofs:
                 for device in self._devices.values():
                     device.trim()
-        if self._weights is not None:
-            self._weights.end()
 
     def _check_working(self) -> None:
         """Enabled and idle is an error: the user expects memory to be free that is not."""
@@ -325,8 +324,6 @@ class ActivationOffload:
         )
 
     def _enter(self, module: nn.Module, *arguments: Any) -> None:
-        if self._weights is not None:  # also for a layer that a checkpoint runs again in backward, or that runs alone
-            self._weights.enter(module)
         forward = self._saving
         if forward is None:
             return
@@ -354,8 +351,6 @@ class ActivationOffload:
         return is_chosen and torch.is_grad_enabled() and not is_recomputed(self)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if self._weights is not None:
-            self._weights.leave(module, in_forward=bool(self._forwards))
         forward = self._saving
         if forward is None:
             return
@@ -368,8 +363,8 @@ class ActivationOffload:
 
     def _pack(self, forward: ForwardPass, tensor: torch.Tensor) -> Any:
         """Autograd calls this for every tensor that it saves, and keeps what is returned in its place."""
-        if self._weights is not None and tensor.layout == torch.strided and type(tensor) in ORDINARY:
-            weight = self._weights.saved(tensor.untyped_storage()._cdata, tensor)
+        if forward.host_weights is not None and tensor.layout == torch.strided and type(tensor) in ORDINARY:
+            weight = forward.host_weights.saved(tensor)
             if weight is not None:
                 return weight
         is_movable = self.config.activations and self._is_movable(forward, tensor)

@@ -22,9 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from offstage.activations.device import DeviceActivations
 from offstage.activations.layers import LayerCall
 from offstage.activations.proofs import bytes_of
-from offstage.errors import OffstageError
 from offstage.lanes.lanes import Mark
 from offstage.memory.pool import Range
+from offstage.modules import check_unchanged
 
 
 class Storage(ABC):
@@ -184,29 +184,3 @@ class Saved:
         found = self.storage.bytes_for_backward()
         made = torch.empty(0, dtype=self._dtype, device=found.device)
         return made.set_(found.untyped_storage(), self._offset, self._shape, self._stride)  # type: ignore[no-any-return]
-
-
-class Stayed:
-    """A tensor that autograd keeps on the device: a parameter, a small one, one of a kind that cannot be copied.
-
-    Without its graph: an output that an operation saves would keep that operation, and so itself, alive.
-    """
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor.detach(), tensor._version  # `detach` shares the version counter
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved. Autograd does not compare versions where there are hooks."""
-        check_unchanged(self._tensor, self._version)
-        return self._tensor
-
-
-def check_unchanged(seen: torch.Tensor, version: int) -> None:
-    if seen._version != version:
-        raise OffstageError(
-            f"A tensor of shape {tuple(seen.shape)} that backward needs was changed in place after it was saved "
-            f"(version {seen._version}, expected {version}). Without offload_activations() autograd would refuse it in "
-            "backward. Use an operation that makes a new tensor; call backward before the optimizer's step."
-        )

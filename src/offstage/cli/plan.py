@@ -53,6 +53,7 @@ HELP = """\
 What fits, what it costs, and who should update: asked before anything is allocated.
 
   offstage plan 1B --budget 8GiB                    one device, 8 GiB of it for the whole process
+  offstage plan 7B --weights host --budget 24GiB    weights, too, live on the host, and come layer by layer
   offstage plan 7B --devices 8 --budget 40GiB       one of eight, which divide weights and state (FSDP2)
   offstage plan run.toml                            the model and the settings of a training run
   offstage plan path/to/config.json                 a model of the transformers package
@@ -81,6 +82,10 @@ class PlanOptions:
     budget: int | str | None = None
     """Device memory for the whole process, such as 24GiB: what weights, gradients and --workload.other-bytes leave of
     it is for state. The same as --offload.device-peak. Without it, everything leaves the device."""
+
+    weights: float | int | str | None = None
+    """Where the layers' weights live: device, host, a share such as 0.5, or the most device memory for them. The same
+    as --offload.weights."""
 
     dtype: Literal["bfloat16", "float32"] | None = None
     """Format of the weights; by default that of the .toml, with auto as offstage train resolves it, or bfloat16."""
@@ -140,6 +145,10 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
         raise ConfigError(
             f"{PROG} expects a model; found none. Give a size ({', '.join(SIZES)}) or a file. See {PROG} --help."
         )
+    if options.weights is not None:
+        if "weights" in values.get("offload", {}):
+            raise ConfigError("--weights and --offload.weights are the same thing; expected one, found both.")
+        values.setdefault("offload", {})["weights"] = options.weights
     run, training = _of_training(options)
     for section, fields in training.items():
         values[section] = {**fields, **values.get(section, {})}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from offstage import ConfigError, HostMemoryError, Machine, OffloadConfig, Workload, World, make_plan
 from offstage.planning.presets import MACHINES, Preset
@@ -47,15 +47,22 @@ def what_fits(asked: Asked, preset: Preset | None) -> str:
 
 
 def _settings(asked: Asked) -> Iterator[str]:
-    """More state on the device, and the first change of formats that is enough."""
+    """More state on the device; weights on the host; each with the first change of formats that is enough."""
     most = int(_BUDGET * asked.machine.device_bytes) >> 30
     if asked.config.device_peak is None and asked.config.device_budget is None and most:
         yield from _changed(asked, f"--budget {most}GiB", {"device_peak": most << 30})
-    for changes in _FORMATS:
-        words = " ".join(f"--offload.{name.replace('_', '-')} {value}" for name, value in changes.items())
-        if found := list(_changed(asked, words, changes)):
-            yield from found
-            return
+    yield from _first(asked, "", {}, _FORMATS)
+    if not asked.config.moves_weights:
+        yield from _first(asked, "--weights host", {"weights": "host"}, ({}, *_FORMATS))
+
+
+def _first(asked: Asked, flag: str, change: Mapping[str, object], formats: Sequence[Mapping[str, object]]) -> list[str]:
+    """`flag`, which makes `change`, with the first of `formats` with which that is enough."""
+    for also in formats:
+        words = [flag] * bool(flag) + [f"--offload.{name.replace('_', '-')} {value}" for name, value in also.items()]
+        if found := list(_changed(asked, " ".join(words), {**change, **also})):
+            return found
+    return []
 
 
 def _changed(asked: Asked, words: str, changes: Mapping[str, object]) -> Iterator[str]:

@@ -128,7 +128,7 @@ class Arenas:
             self._position[state] = len(self._position)
             if state.placement is not Placement.RESIDENT:
                 keys = ((key.name, key.dtype) for key in state.keys)
-                kinds.setdefault((state.placement, *keys), []).append(state)
+                kinds.setdefault((state.placement, state.hosted is not None, *keys), []).append(state)
         self.sets += [self._make(members, plan) for members in kinds.values()]
         self._order()
 
@@ -141,6 +141,7 @@ class Arenas:
             [state.local.numel() for state in members],
             chunk_bytes=plan.host_chunk_bytes if on_host else plan.chunk_bytes,
             split=self._rule.splits(torch.device("cpu") if on_host else self._device),
+            firsts=_first_of_layers(members),
         )
         # What the CPU updates never travels, so the accelerator need not know its memory.
         arenas = self._arenas(layout, {key.name: key.dtype for key in keys}, pin=not on_host)
@@ -176,6 +177,11 @@ class Arenas:
         self.staging_bytes = max((staging_bytes_of(chunk) for chunk in self.chunks if chunk.home.on_host), default=0)
 
     @property
+    def hosted(self) -> list[ParamState]:
+        """Those whose weights live on the host, too."""
+        return [state for state in self._position if state.hosted is not None]
+
+    @property
     def num_streamed_chunks(self) -> int:
         return sum(not chunk.home.on_host for chunk in self.chunks)
 
@@ -194,6 +200,11 @@ class Arenas:
     def slot_bytes(self) -> int:
         """The size of a slot that can hold any streamed chunk."""
         return max((host.layout.slot_bytes for host in self.sets if not host.on_host), default=0)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Room in a slot for the gradients of any streamed chunk."""
+        return max((gradient_bytes_of(chunk) for chunk in self.chunks if not chunk.home.on_host), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -242,6 +253,17 @@ class Arenas:
         """Speculative updates of `states` keep the weights before on the host, where they cost no device memory."""
         for state in states:
             self.old_weights[state] = self._arena(state.local.numel(), state.local.dtype)
+
+
+def gradient_bytes_of(chunk: StateChunk) -> int:
+    """What the gradients of `chunk` take in a slot, if they are in their parameters' format."""
+    return sum(round_up((piece.stop - piece.start) * piece.owner.local.itemsize) for piece in chunk.pieces)
+
+
+def _first_of_layers(members: Sequence[ParamState]) -> set[int]:
+    """Positions at which another layer begins whose weights live on the host: a chunk is of one layer."""
+    layers = [None if state.hosted is None else state.hosted.layer for state in members]
+    return {i for i, layer in enumerate(layers) if layer is not None and (i == 0 or layers[i - 1] is not layer)}
 
 
 def staging_bytes_of(chunk: StateChunk) -> int:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -24,7 +24,8 @@ from offstage.engine.arenas import Arenas, StateChunk, StatePiece
 from offstage.engine.pipeline import Trip
 from offstage.engine.transport import Transport
 from offstage.errors import StepLostError
-from offstage.lanes.lanes import Lane, Mark, Place
+from offstage.lanes.lanes import Lane, Lanes, Mark, Place
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.planning.plan import Plan
 from offstage.rules.rule import ParamState, ParamUpdate, PieceUpdate, Rule
 from offstage.tensors import copy_back
@@ -79,11 +80,14 @@ class Round:
     """Speculative: the weights before."""
     on_device: dict[ParamState, torch.Tensor] = field(default_factory=dict)
     """Memory of the lanes that holds some of them."""
+    kept: set[ParamState] = field(default_factory=set)
+    """Speculative: those whose weights before are kept, here or on the host."""
 
     def forget(self, state: ParamState) -> None:
         """It was not taken after all."""
         for taken in (self.ready, self.left, self.up, self.places, self.old_weights, self.on_device):
             taken.pop(state, None)  # type: ignore[attr-defined]
+        self.kept.discard(state)
 
 
 class Engine:
@@ -103,6 +107,9 @@ class Engine:
         """What to say after an update has failed in another thread."""
         self.pending: dict[ParamState, Pending] = {}
         self.round: Round | None = None
+        self.postponed: Round | None = None
+        """A round whose last chunks wait for their layers' weights: they are updated when the next forward has sent for
+        these, or when something needs them."""
         self._rule, self._config = rule, config
         self._order = 0
         self._last_update: Mark = None
@@ -120,11 +127,16 @@ class Engine:
 
     # Runtime
 
-    def run(self, updates: Sequence[ParamUpdate]) -> None:
-        """Take `updates`, make all of the round that are not under way yet, and end it. The host waits for nothing."""
+    def run(self, updates: Sequence[ParamUpdate], later: Collection[ParamState] = ()) -> None:
+        """Take `updates`, make all of the round that are not under way yet, and end it. The host waits for nothing.
+
+        `later`: parameters whose weights live on the host and are needed by the next forward. They are updated when it
+        sends for them, unless the round is speculative, which ends as a whole.
+        """
         if updates or self.round is not None:
             self.take(updates, decided=True)
-            self._flush()
+            assert self.round is not None
+            self._flush(self.round, set() if self.round.speculative else set(later))
             self._end_round()
 
     def take(self, updates: Sequence[ParamUpdate], *, speculative: bool = False, decided: bool = False) -> None:
@@ -132,6 +144,7 @@ class Engine:
 
         `decided`: it is known that these updates stay, though the round is speculative.
         """
+        self.finish_postponed()
         if self.round is None:
             self.round = Round(speculative)
             self.transport.timer.start()
@@ -152,11 +165,10 @@ class Engine:
         lanes = self.transport.lanes
         for update in updates:
             self._register(round, update, keep=keep)
-        buffers = [tensor for update in updates for tensor in (update.weight, update.grad)] if lanes.checks else []
-        lanes.touch(writes=buffers)
+        _touch(lanes, updates)
         begun = lanes.submit(
             Lane.UPDATE,
-            functools.partial(_begin, self._rule, self.device, round, updates),
+            functools.partial(_begin, self._rule, self.device, round, updates, keep),
             # Once for all of them: what follows on the same lane comes after.
             after={"update: the gradients are ready": lanes.mark()},
             reads=[update.weight for update in updates if update.of in round.old_weights],
@@ -165,7 +177,7 @@ class Engine:
         self._last_update = self._begun = begun
         for update in updates:
             if not round.left[update.of]:  # it has no elements
-                self._add_pending(update, begun)
+                self._add_pending(round, update, begun)
 
     def _register(self, round: Round, update: ParamUpdate, *, keep: bool) -> None:
         state, lanes = update.of, self.transport.lanes
@@ -173,6 +185,10 @@ class Engine:
         round.ready[state] = update
         round.left[state] = 1 if resident else len(self.arenas.chunks_of.get(state, ()))
         round.places[state] = lanes.here()
+        if keep and (state.hosted is not None or state.placement is Placement.STREAMED):
+            round.kept.add(state)
+        if state.hosted is not None:  # the host has the weights before
+            return
         if keep and state in self.arenas.old_weights:
             round.old_weights[state] = self.arenas.old_weights[state].flat
         elif keep and state.placement is Placement.STREAMED:
@@ -184,25 +200,64 @@ class Engine:
         round = self.round
         assert round is not None
         with self.transport.timer.working():
-            self._update_resident([round.ready[state] for state in states])
+            self._update_resident(round, [round.ready[state] for state in states])
             for chunk in dict.fromkeys(chunk for state in states for chunk in self.arenas.chunks_of.get(state, ())):
                 if all(piece.owner in round.left or _is_idle(piece.owner) for piece in chunk.pieces):
-                    self._update_chunk(chunk)
+                    self._update_chunk(round, chunk)
 
-    def _flush(self) -> None:
+    def _flush(self, round: Round, later: set[ParamState]) -> None:
         """Update everything that was taken and is not under way yet, in the order in which forward needs it."""
-        round = self.round
-        assert round is not None
-        self._update_resident([update for state, update in round.ready.items() if round.left[state]])
+        self._update_resident(round, [update for state, update in round.ready.items() if round.left[state]])
+        waiting: set[ParamState] = set()
         for chunk in self.arenas.chunks:
-            self._update_chunk(chunk)
-        assert not any(round.left.values()), "a gradient was taken and not used"
+            owners = [piece.owner for piece in chunk.pieces]
+            if later.isdisjoint(owners):
+                self._update_chunk(round, chunk)
+            else:
+                waiting.update(owners)
+        left = {state for state, chunks in round.left.items() if chunks}
+        assert left <= waiting, "a gradient was taken and not used"
+        self.postponed = round if left else None
+
+    def resume(self, states: Iterable[ParamState]) -> None:
+        """The weights of `states` are on the device or on their way: make the updates of them that were postponed."""
+        round = self.postponed
+        if round is None:
+            return
+        wanted = [state for state in states if round.left.get(state)]
+        if not wanted:
+            return
+        self.updating = True
+        try:
+            with deferred_interrupts(), torch.inference_mode(False), torch.no_grad():  # an evaluation may be running
+                for chunk in dict.fromkeys(chunk for state in wanted for chunk in self.arenas.chunks_of[state]):
+                    self._update_chunk(round, chunk)
+        except Exception as error:
+            self.postponed = None  # what is left of it is lost with the step
+            self._lose(error)
+        self.updating = False
+        if not any(round.left.values()):
+            self.postponed = None
+
+    @property
+    def unsettled(self) -> list[ParamState]:
+        """Parameters whose last update the caller's stream has not waited for, or that was postponed."""
+        postponed = self.postponed.left.items() if self.postponed is not None else ()
+        return [*self.pending, *(state for state, chunks in postponed if chunks and state not in self.pending)]
+
+    def finish_postponed(self) -> None:
+        """Make all updates that wait for the next forward, now."""
+        if self.postponed is not None:
+            self.resume([state for state, chunks in self.postponed.left.items() if chunks])
 
     def _end_round(self) -> None:
         """All its updates are under way, and stay."""
         assert self.round is not None
         if self.round.speculative:
             self.arenas.flip()
+            for state in self.arenas.hosted:
+                assert state.hosted is not None
+                state.hosted.flip()
         self.transport.pipeline.discard_staged()  # of parameters that got no gradient this time
         self._last_ready = set(self.round.left)
         self.round = None
@@ -224,65 +279,78 @@ class Engine:
         if batch:
             yield batch
 
-    def _update_resident(self, updates: Sequence[ParamUpdate]) -> None:
-        round = self.round
-        assert round is not None
+    def _update_resident(self, round: Round, updates: Sequence[ParamUpdate]) -> None:
+        lanes = self.transport.lanes
         for pieces in self._batches(updates):
+            returned = [piece.update.left for piece in pieces if piece.update.left is not None]
+            for piece in pieces:
+                if piece.update.left is not None:
+                    piece.staged_grad = piece.update.left.on_device()
             self.updating = True
             state = [tensor for piece in pieces for tensor in piece.state.values()]
-            updated = self.transport.lanes.submit(
+            updated = lanes.submit(
                 Lane.UPDATE,
                 functools.partial(self._rule.update, pieces),
-                after={},
+                after={"update: the gradients have returned": lanes.mark() if returned else None},
                 reads=[piece.grad for piece in pieces],
                 writes=[*(piece.weight for piece in pieces), *state],
             )
+            if returned:  # a batch at a time: they left because there is no room for all of them
+                lanes.wait(updated, "update: the gradients were used")
+                for gradient in returned:
+                    gradient.forget_here()
             for piece in pieces:
                 round.left[piece.update.of] = 0
-                self._add_pending(piece.update, updated)
+                self._add_pending(round, piece.update, updated)
 
-    def _update_chunk(self, chunk: StateChunk) -> None:
+    def _update_chunk(self, round: Round, chunk: StateChunk) -> None:
         """One chunk's trip. Parameters without a gradient do not move, unless the whole chunk goes to the spare set.
 
         A second trip takes what the first one did not: a gradient that was set between backward and `step()`.
         """
-        round, pipeline = self.round, self.transport.pipeline
-        assert round is not None
+        pipeline = self.transport.pipeline
         left = [piece for piece in chunk.pieces if piece not in round.done]
         ready = [piece for piece in left if piece.owner in round.ready]
         if chunk.home.on_host:
-            self._update_on_host(chunk, ready)
+            self._update_on_host(round, chunk, ready)
             return
         others = [piece for piece in left if piece not in ready and piece not in round.moved]
         moving = sorted([*ready, *others], key=chunk.pieces.index) if round.speculative else ready
         if not moving:
             return
-        trip = Trip(chunk, moving, round.speculative)
+        left_grads = {piece: grad for piece in ready if (grad := round.ready[piece.owner].left) is not None}
+        trip = Trip(chunk, moving, round.speculative, left=left_grads)
+        _bind_weights(trip, round)
         round.travelling = True
         if not pipeline.take_staged(trip):
             pipeline.fetch(trip)
         updates = [
-            PieceUpdate(round.ready[piece.owner], piece.start, piece.stop, pipeline.state_of(trip, piece))
+            PieceUpdate(
+                round.ready[piece.owner],
+                piece.start,
+                piece.stop,
+                pipeline.state_of(trip, piece),
+                staged_grad=trip.staged_grads.get(piece),
+            )
             for piece in ready
         ]
+        scales = [(trip.staged_grads[piece], factor) for piece, grad in left_grads.items() for factor in grad.scales]
         self.updating = True
         pipeline.update(
             trip,
-            functools.partial(self._rule.update, updates),
+            functools.partial(_scale_and_update, scales, self._rule, updates),
             weights=[piece.weight for piece in updates],
             grads=[piece.grad for piece in updates],
         )
-        pipeline.store(trip)
+        pipeline.store(trip, ready)
         round.travelling = False
         round.done.update(ready)
         round.moved.update(piece for piece in moving if piece not in ready)
         self._last_update = trip.updated
-        self._count_down([piece.update for piece in updates], trip.updated)
+        self._count_down(round, [piece.update for piece in updates], trip.updated)
 
-    def _update_on_host(self, chunk: StateChunk, ready: list[StatePiece]) -> None:
+    def _update_on_host(self, round: Round, chunk: StateChunk, ready: list[StatePiece]) -> None:
         """One chunk's trip to the CPU, with the pieces that have gradients."""
-        round = self.round
-        assert round is not None
         if not ready:
             return
         updates = [round.ready[piece.owner] for piece in ready]
@@ -296,21 +364,20 @@ class Engine:
         round.done.update(ready)
         for update in updates:
             round.up.setdefault(update.of, []).append(up)
-        self._count_down(updates, None)
+        self._count_down(round, updates, None)
 
-    def _count_down(self, updates: Sequence[ParamUpdate], updated: Mark) -> None:
+    def _count_down(self, round: Round, updates: Sequence[ParamUpdate], updated: Mark) -> None:
         """One chunk less for each; the last one makes it pending."""
-        assert self.round is not None
         for update in updates:
-            self.round.left[update.of] -= 1
-            if not self.round.left[update.of]:
-                self._add_pending(update, updated)
+            round.left[update.of] -= 1
+            if not round.left[update.of]:
+                self._add_pending(round, update, updated)
 
     def fetch_ahead(self, at_most: int = _MOST_AT_ONCE) -> None:
         """Fetch chunks that the next step needs, in its order, as far as the window has room."""
         pipeline = self.transport.pipeline
-        if pipeline.room_ahead <= 0 or self.round is not None:  # an open round fetches for itself
-            return
+        if pipeline.room_ahead <= 0 or self.round is not None or self.postponed is not None:
+            return  # an open round fetches for itself
         if not pipeline.staged:
             # What the next step will probably update: what had no gradient the last time is not fetched.
             self._ahead = self.arenas.chunks_with(self._last_ready)
@@ -322,9 +389,8 @@ class Engine:
 
     # Settling
 
-    def _add_pending(self, update: ParamUpdate, updated: Mark) -> None:
-        round, state = self.round, update.of
-        assert round is not None
+    def _add_pending(self, round: Round, update: ParamUpdate, updated: Mark) -> None:
+        state = update.of
         self._order += 1
         up = round.up.pop(state, [])
         memory = round.on_device.get(state)
@@ -336,6 +402,8 @@ class Engine:
         Speculative updates are not settled before it is decided that they stay.
         """
         self.transport.check_process()
+        states = list(states)
+        self.resume(states)
         undecided = self.round.ready if self.round is not None and self.round.speculative else {}
         states = [state for state in states if state in self.pending and state not in undecided]
         due = [self.pending[state] for state in states]
@@ -345,19 +413,40 @@ class Engine:
         with self.transport.timer.waiting():
             self._wait(due, reason)
         updates = [pending.update for pending in due]
-        if lanes.checks:
-            lanes.touch(writes=[tensor for update in updates for tensor in (update.weight, update.grad)])
+        for state in states:
+            if state.hosted is not None:  # a speculative update's gradient may be on its way to the host
+                self.transport.gradients.let_go_of(state)
+        _touch(lanes, updates)
         self._finish(updates)
         for state in states:  # not before: a caller that is interrupted settles again, which changes nothing
             del self.pending[state]
-        if self.round is not None:
-            for update in updates:  # the gradient goes with the update
-                self.round.ready.pop(update.of, None)
+        for round in (self.round, self.postponed):
+            if round is not None:
+                for update in updates:  # the gradient goes with the update
+                    round.ready.pop(update.of, None)
         for pending in due:
             if pending.old_weights is not None:
                 lanes.drop(pending.old_weights)
         for place in {pending.place for pending in due}:
             lanes.follow(place)
+
+    def unbind(self, states: Iterable[ParamState]) -> None:
+        """The layer of `states`, whose weights live on the host, is about to leave the device.
+
+        What is due of them has been given to the lanes. A speculative update is not settled yet, but neither its weight
+        nor its gradient has to stay on the device for that.
+        """
+        rounds = [round for round in (self.round, self.postponed) if round is not None]
+        for state in states:
+            pending = self.pending.get(state)
+            if pending is not None:
+                self.transport.lanes.wait(pending.updated, "weights: the update is done")
+                self.transport.gradients.let_go_of(state)
+                _touch(self.transport.lanes, [pending.update])
+            for update in [round.ready[state] for round in rounds if state in round.ready]:
+                update.weight = torch.empty_like(update.weight[:0])  # a slice would keep the whole copy alive
+                if pending is not None:
+                    update.grad = torch.empty_like(update.grad[:0])
 
     def _wait(self, due: Sequence[Pending], reason: str) -> None:
         on_device = [pending for pending in due if not pending.up]
@@ -372,7 +461,8 @@ class Engine:
     @torch.no_grad()  # a forward may be running
     def _finish(self, updates: Sequence[ParamUpdate]) -> None:
         for update in updates:
-            copy_back(update.weight, update.of.local)
+            if update.of.hosted is None:
+                copy_back(update.weight, update.of.local)
         self._rule.finish(updates)
 
     # Failing
@@ -428,7 +518,11 @@ class Engine:
                 lanes.touch(writes=[update.weight, update.grad, old])
             update.weight.copy_(old, non_blocking=True)
             self.pending.pop(state, None)
-        self._rule.revert(self.device, [round.ready[state] for state in round.old_weights])
+        for state in self.arenas.hosted:
+            assert state.hosted is not None
+            state.hosted.unspeculate()
+            self.pending.pop(state, None)
+        self._rule.revert(self.device, [round.ready[state] for state in round.kept])
         for memory in round.on_device.values():
             lanes.drop(memory)
         for place in set(round.places.values()):
@@ -440,7 +534,7 @@ class Engine:
         """After a lost step: forget what was under way."""
         self.transport.reset()
         self.pending.clear()
-        self.round = None
+        self.round = self.postponed = None
         self.updating = False
         self.lost = None
 
@@ -452,11 +546,38 @@ class Engine:
         self.transport.close()
 
 
-def _begin(rule: Rule, device: torch.device, round: Round, updates: Sequence[ParamUpdate]) -> None:
+def _touch(lanes: Lanes, updates: Sequence[ParamUpdate]) -> None:
+    """What the caller's stream uses as well as the lanes. A layer's copy of weights is declared where it runs."""
+    if lanes.checks:
+        weights = [update.weight for update in updates if update.of.hosted is None]
+        grads = [update.grad for update in updates if update.left is None]
+        lanes.touch(writes=[one for one in (*weights, *grads) if one.numel()])
+
+
+def _bind_weights(trip: Trip, round: Round) -> None:
+    """Have the weights that live on the host on the device, or on their way, and the updates know where."""
+    for piece in trip.hosted:
+        hosted = piece.owner.hosted
+        assert hosted is not None
+        hosted.bring()
+        if piece.owner in round.ready:
+            round.ready[piece.owner].weight = hosted.on_device()
+
+
+def _scale_and_update(
+    scales: Sequence[tuple[torch.Tensor, torch.Tensor]], rule: Rule, updates: Sequence[PieceUpdate]
+) -> None:
+    for grad, factor in scales:
+        torch._foreach_mul_([grad], factor)  # as clipping would have
+    rule.update(updates)
+
+
+def _begin(rule: Rule, device: torch.device, round: Round, updates: Sequence[ParamUpdate], keep: bool) -> None:
     rule.begin(device, updates)
     for update in updates:
         if update.of in round.old_weights:
             round.old_weights[update.of].copy_(update.weight, non_blocking=True)
+        if keep and update.of in round.kept:
             rule.remember(device, update)
 
 

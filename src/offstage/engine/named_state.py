@@ -28,11 +28,11 @@ def allocate_resident(state: ParamState, existing: Mapping[str, Any]) -> None:
     for key in state.keys:
         there = existing.get(key.name)
         there = local_of(there) if isinstance(there, torch.Tensor) else there
-        if isinstance(there, torch.Tensor) and (there.dtype, there.device) == (key.dtype, state.local.device):
+        if isinstance(there, torch.Tensor) and (there.dtype, there.device) == (key.dtype, state.device):
             state.resident[key.name] = flat_like(there, _like(state, key))
         else:
             numel = key.numel(state.local)
-            state.resident[key.name] = torch.zeros(numel, dtype=key.dtype, device=state.local.device)
+            state.resident[key.name] = torch.zeros(numel, dtype=key.dtype, device=state.device)
 
 
 def resident_tensors(state: ParamState) -> dict[str, torch.Tensor]:

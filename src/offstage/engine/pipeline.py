@@ -10,6 +10,8 @@ Who touches what, and which mark separates them:
 |---|---|---|---|
 | slot | fetch, update | update, store | `fetched`, `updated`; the next fetch into it waits for `slot.free` |
 | arena range | store | fetch | the next fetch of the chunk waits for `chunk.stored` |
+| host gradient | store in backward | fetch | `HostGradient.stored`; the next store waits for `HostGradient.read` |
+| layer's weights | their fetch, update | update, store | `layer.fetched`, `updated`; dropped behind `layer.used` |
 | weight | update | the caller | a mark when its gradient is taken, `Pending.updated` after (both in `engine.py`) |
 
 Slots beyond the ring's own number are the window: chunks fetched ahead wait there (`staged`), and stores that are
@@ -20,14 +22,16 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from offstage.engine.arenas import StateChunk, StatePiece
+from offstage.engine.gradients import HostGradient
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
-from offstage.memory.arena import Arena
+from offstage.memory.arena import Arena, round_up
+from offstage.rules.rule import HostedLayer
 
 
 class ChunkState(enum.Enum):
@@ -117,8 +121,23 @@ class Trip:
     """From FETCHING on: each key's part of the slot."""
     copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """From FETCHING on: (arena, slot) slices to copy between, one per key and run."""
+    left: dict[StatePiece, HostGradient] = field(default_factory=dict)
+    """Pieces whose gradients left for the host: they are fetched with the state."""
+    staged_grads: dict[StatePiece, torch.Tensor] = field(default_factory=dict)
+    """From FETCHING on: these gradients in the slot, behind the state."""
     fetched: Mark = None
     updated: Mark = None
+
+    @property
+    def hosted(self) -> list[StatePiece]:
+        """Pieces whose weights live on the host: all of the chunk, which is of one layer, or none."""
+        return [piece for piece in self.pieces if piece.owner.hosted is not None]
+
+    @property
+    def layer(self) -> HostedLayer | None:
+        """Whose copy of the weights is updated and stored."""
+        hosted = self.chunk.pieces[0].owner.hosted
+        return None if hosted is None else hosted.layer
 
     def runs(self, key: str) -> list[tuple[int, int]]:
         """The ranges of `key`'s arena that move: neighbouring pieces in one copy."""
@@ -142,9 +161,13 @@ class Pipeline:
         self.lanes = lanes
         self.slot_bytes = slot_bytes
         self.num_slots = num_slots if slot_bytes else 0
+        self.gradient_bytes = 0
+        """Room in a slot behind the state, for gradients that left for the host."""
         self.ring = Ring(self.num_slots)
         self.bytes_fetched = 0
         self.bytes_stored = 0
+        self.gradient_bytes_fetched = 0
+        self.weight_bytes_stored = 0
         self.staged: dict[StateChunk, Trip] = {}
         """Trips fetched ahead of their update."""
         self._slots: dict[int, Slot] = {}
@@ -157,12 +180,12 @@ class Pipeline:
     @property
     def missing_bytes(self) -> int:
         """Of the slots that `prepare` has still to allocate."""
-        return max(0, self.num_slots - len(self._slots)) * self.slot_bytes
+        return max(0, self.num_slots - len(self._slots)) * (self.slot_bytes + self.gradient_bytes)
 
-    def resize(self, num_slots: int, slot_bytes: int) -> None:
-        """Chunks are larger than before: other slots from now on."""
+    def resize(self, num_slots: int, slot_bytes: int, gradient_bytes: int = 0) -> None:
+        """Chunks, or their gradients, are larger than before: other slots from now on."""
         self.close()
-        self.num_slots, self.slot_bytes = num_slots, slot_bytes
+        self.num_slots, self.slot_bytes, self.gradient_bytes = num_slots, slot_bytes, gradient_bytes
         self.ring, self._made = Ring(num_slots), 0
 
     def prepare(self) -> None:
@@ -192,7 +215,7 @@ class Pipeline:
             self.lanes.release(slot.buffer, slot.free, "window: the slot's last store is done")
 
     def _make_slot(self) -> None:
-        buffer = self.lanes.empty(self.slot_bytes)
+        buffer = self.lanes.empty(self.slot_bytes + self.gradient_bytes)
         # The memory may have just been freed by work still queued on the caller's stream.
         self._slots[self._made] = Slot(buffer, free=self.lanes.mark())
         self._made += 1
@@ -214,9 +237,11 @@ class Pipeline:
             return False
         lacking = [piece for piece in trip.pieces if piece not in ahead.pieces]
         trip.staged, trip.copies, trip.fetched = ahead.staged, ahead.copies, ahead.fetched
-        if lacking:
-            more = Trip(trip.chunk, lacking, staged=ahead.staged)
+        if lacking or trip.left:
+            more = Trip(trip.chunk, lacking, staged=ahead.staged, left=trip.left)
+            self._stage_gradients(more)
             self._copy_in(more, free=None)
+            trip.staged_grads = more.staged_grads
             trip.copies, trip.fetched = ahead.copies + more.copies, more.fetched
         trip.pieces = sorted({*ahead.pieces, *lacking}, key=lambda piece: (piece.index, piece.start))
         return True
@@ -235,23 +260,40 @@ class Pipeline:
         self.ring.advance(trip.chunk, ChunkState.FETCHING)
         slot = self._slots[self.ring.slot_of[trip.chunk]]
         trip.staged = slot.staged(trip)
+        self._stage_gradients(trip)
         self._copy_in(trip, free=slot.free)
         self.ring.advance(trip.chunk, ChunkState.STAGED)
 
+    def _stage_gradients(self, trip: Trip) -> None:
+        """Give gradients that left for the host their places in the slot."""
+        buffer, offset = self._slots[self.ring.slot_of[trip.chunk]].buffer, self.slot_bytes
+        for piece, gradient in trip.left.items():
+            nbytes = (piece.stop - piece.start) * gradient.dtype.itemsize
+            trip.staged_grads[piece] = buffer[offset : offset + nbytes].view(gradient.dtype)
+            offset += round_up(nbytes)
+
     def _copy_in(self, trip: Trip, *, free: Mark | None) -> None:
         trip.copies = _copies(trip, trip.chunk.home.arenas)
+        gradients = [
+            (gradient.flat[piece.start : piece.stop], trip.staged_grads[piece]) for piece, gradient in trip.left.items()
+        ]
+        last_left = max(trip.left.values(), key=lambda gradient: gradient.order, default=None)
         trip.fetched = self.lanes.submit(
             Lane.FETCH,
-            copy_work((device, host) for host, device in trip.copies),
+            copy_work((device, host) for host, device in (*trip.copies, *gradients)),
             after={
                 "fetch: the slot is free": free,
                 "fetch: the chunk's last store is done": trip.chunk.stored,
+                "fetch: the gradients are on the host": None if last_left is None else last_left.stored,
             },
-            reads=[host for host, _ in trip.copies],
-            writes=[device for _, device in trip.copies],
+            reads=[host for host, _ in (*trip.copies, *gradients)],
+            writes=[device for _, device in (*trip.copies, *gradients)],
             low_priority=True,
         )
+        for gradient in trip.left.values():
+            gradient.read = trip.fetched
         self.bytes_fetched += sum(host.nbytes for host, _ in trip.copies)
+        self.gradient_bytes_fetched += sum(host.nbytes for host, _ in gradients)
 
     def update(
         self,
@@ -266,29 +308,40 @@ class Pipeline:
         trip.updated = self.lanes.submit(
             Lane.UPDATE,
             work,
-            after={"update: the state is fetched": trip.fetched},
-            reads=grads,
-            writes=[*(device for _, device in trip.copies), *weights],
+            after={
+                "update: the state is fetched": trip.fetched,
+                "update: the weights are fetched": None if trip.layer is None else trip.layer.fetched,
+            },
+            reads=[grad for grad in grads if grad.numel()],
+            writes=[*(device for _, device in trip.copies), *trip.staged_grads.values(), *weights],
         )
 
-    def store(self, trip: Trip) -> None:
-        """UPDATING → ASIDE; the slot is free again behind the store."""
+    def store(self, trip: Trip, updated: Collection[StatePiece] = ()) -> None:
+        """UPDATING → ASIDE; the slot is free again behind the store. `updated`: pieces that had gradients."""
         self.ring.advance(trip.chunk, ChunkState.STORING)
         slot = self._slots[self.ring.slot_of[trip.chunk]]
         copies = _copies(trip, trip.chunk.home.spare) if trip.speculative else trip.copies
+        weights = _weight_copies(trip, updated)
         target = trip.chunk.home.spare if trip.speculative else trip.chunk.home.arenas
         stored = self.lanes.submit(
             Lane.STORE,
-            copy_work(copies),
+            copy_work([*copies, *weights]),
             after={
                 "store: the state is updated": trip.updated,
                 "store: the snapshot has its copy": trip.chunk.home.preserve(trip.chunk, target, self.lanes),
             },
-            reads=[device for _, device in copies],
-            writes=[host for host, _ in copies],
+            reads=[device for _, device in (*copies, *weights)],
+            writes=[host for host, _ in (*copies, *weights)],
         )
         slot.free = trip.chunk.stored = stored
+        if trip.layer is not None:
+            trip.layer.was_stored(stored)
+            for piece in trip.hosted if trip.speculative else ():
+                hosted = piece.owner.hosted
+                if hosted is not None and hosted.spare is not None:
+                    hosted.was_speculated(piece.start, piece.stop)
         self.bytes_stored += sum(host.nbytes for host, _ in copies)
+        self.weight_bytes_stored += sum(host.nbytes for host, _ in weights)
         self.ring.advance(trip.chunk, ChunkState.ASIDE)
 
     def discard(self, trip: Trip) -> None:
@@ -327,4 +380,18 @@ def _copies(trip: Trip, arenas: Mapping[str, Arena]) -> list[tuple[torch.Tensor,
     for key, view in trip.staged.items():
         flat, base = arenas[key].flat, trip.chunk.ranges[key][0]
         pairs += [(flat[a:b], view[a - base : b - base]) for a, b in trip.runs(key)]
+    return pairs
+
+
+def _weight_copies(trip: Trip, updated: Collection[StatePiece]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(host, device) slices of weights that live on the host, for the store. `updated`: pieces with gradients."""
+    pairs = []
+    for piece in trip.hosted:
+        hosted = piece.owner.hosted
+        assert hosted is not None
+        # Frozen weights have no spare memory; one that is not frozen any more is not updated speculatively.
+        host = hosted.spare if trip.speculative and hosted.spare is not None else hosted.host
+        if trip.speculative and hosted.spare is None and piece not in updated:
+            continue
+        pairs.append((host[piece.start : piece.stop], hosted.on_device()[piece.start : piece.stop]))
     return pairs

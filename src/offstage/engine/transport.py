@@ -11,12 +11,14 @@ import logging
 import os
 import sys
 import weakref
+from dataclasses import astuple, dataclass
 
 import torch
 
 from offstage.config import OffloadConfig, format_size
 from offstage.engine.arenas import Arenas
 from offstage.engine.external_writes import ExternalWrites
+from offstage.engine.gradients import HostGradients
 from offstage.engine.host_updates import HostUpdates
 from offstage.engine.pipeline import Pipeline
 from offstage.engine.timer import StepTimer
@@ -31,6 +33,32 @@ from offstage.planning.plan import HOST_SLOTS
 from offstage.rules.rule import Rule
 
 logger = logging.getLogger("offstage")
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that were copied to the device, up, and to the host, down."""
+
+    state_up: int = 0
+    state_down: int = 0
+    weights_up: int = 0
+    weights_down: int = 0
+    gradients_up: int = 0
+    gradients_down: int = 0
+
+    @property
+    def up(self) -> int:
+        return self.state_up + self.weights_up + self.gradients_up
+
+    @property
+    def down(self) -> int:
+        return self.state_down + self.weights_down + self.gradients_down
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Moved) -> Moved:
+        return Moved(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Transport:
@@ -49,7 +77,8 @@ class Transport:
         self.bytes_updated_on_host = 0
         self._rule, self._config, self._arenas = rule, config, arenas
         self.external_writes = ExternalWrites(rule, device)
-        self._moved_before = (0, 0)
+        self.gradients = HostGradients(device, pin=config.pin_memory)
+        self._moved_before = Moved()
         self._most_window_slots = sys.maxsize
         self._closed = False
         self._owner = os.getpid()
@@ -65,6 +94,12 @@ class Transport:
         """The arenas have chunks: give them lanes, and slots of their size."""
         if not self._arenas.sets:
             return
+        self.connect()
+        if self.pipeline.slot_bytes < self._arenas.slot_bytes:
+            self.pipeline.resize(self._config.num_slots, self._arenas.slot_bytes, self.pipeline.gradient_bytes)
+
+    def connect(self) -> None:
+        """Something is off the device from now on: lanes of the link."""
         if not self.is_open:
             self._link = link_for(self.device)
             self._connect(self._link.lanes())
@@ -73,23 +108,25 @@ class Transport:
             asked = 1 if self._rule.threads_itself else self._config.threads
             self.lanes.threads = _threads_near(self.device, asked)
             # Dropped with work under way: what the lanes still use must not be freed before they are done.
-            weakref.finalize(self, _drain, self.lanes, self._arenas, (self.pipeline, self.host_updates), os.getpid())
+            in_use = (self.pipeline, self.host_updates, self.gradients)
+            weakref.finalize(self, _drain, self.lanes, self._arenas, in_use, os.getpid())
             self.external_writes.attach(self.lanes)
             self.is_open = True
-        if self.pipeline.slot_bytes < self._arenas.slot_bytes:
-            self.pipeline.resize(self._config.num_slots, self._arenas.slot_bytes)
 
     def carry_on(self, other: Transport) -> None:
         """This one takes the place of `other` on the same device."""
         if self._config.pin_memory == other._config.pin_memory:
             self.link_gb_per_s = other.link_gb_per_s
         self.external_writes.carry_on(other.external_writes)
-        self._moved_before = other.moved_bytes
+        self._moved_before = other.moved
 
     # Runtime
 
-    def prepare(self) -> None:
-        """Allocate what the step needs on the device, before anything moves."""
+    def prepare(self, *, with_gradients: bool = False) -> None:
+        """Allocate what the step needs on the device, before anything moves.
+
+        `with_gradients`: some have left for the host, and come back through the slots.
+        """
         if self._closed:
             raise OffstageError(
                 "This optimizer was closed: its slots and pinned memory were given back. Build a new one and load its "
@@ -97,6 +134,8 @@ class Transport:
             )
         self.external_writes.report()
         self.host_updates.prepare(self._arenas.staging_bytes)
+        if with_gradients and self.pipeline.gradient_bytes < (need := self._arenas.gradient_bytes):
+            self.pipeline.resize(self.pipeline.num_slots, self.pipeline.slot_bytes, need)
         try:
             self.pipeline.prepare()
         except torch.OutOfMemoryError as error:
@@ -154,6 +193,7 @@ class Transport:
         self._closed = True
         self.synchronize("close: the last copies are done")
         self.host_updates.close("close: the last copies are done")
+        self.gradients.drop()
         self._arenas.drop_unused(())
 
     # The window
@@ -175,11 +215,17 @@ class Transport:
     # Looking
 
     @property
-    def moved_bytes(self) -> tuple[int, int]:
-        """(to the device, to the host) since the beginning: state, and weights and gradients of updates on the host."""
-        fetched, stored = self._moved_before
-        fetched += self.pipeline.bytes_fetched + self.host_updates.bytes_up
-        return fetched, stored + self.pipeline.bytes_stored + self.host_updates.bytes_down
+    def moved(self) -> Moved:
+        """Since the beginning. For updates on the host, weights and gradients together count as weights."""
+        pipeline, gradients, by_cpu = self.pipeline, self.gradients, self.host_updates
+        return self._moved_before + Moved(
+            state_up=pipeline.bytes_fetched,
+            state_down=pipeline.bytes_stored,
+            weights_up=by_cpu.bytes_up,
+            weights_down=pipeline.weight_bytes_stored + by_cpu.bytes_down,
+            gradients_up=pipeline.gradient_bytes_fetched + gradients.bytes_returned,
+            gradients_down=gradients.bytes_left,
+        )
 
     @property
     def staging_bytes(self) -> int:
@@ -187,9 +233,14 @@ class Transport:
         return HOST_SLOTS * self._arenas.staging_bytes
 
     @property
-    def host_bytes(self) -> int:
+    def host_state_bytes(self) -> int:
         """Host memory: arenas and staging buffers."""
         return self._arenas.nbytes + max(self.staging_bytes, self.host_updates.nbytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for state, and for gradients that leave."""
+        return self.host_state_bytes + self.gradients.nbytes
 
     @property
     def host_gb_per_s(self) -> float:

@@ -219,16 +219,16 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return starts, length
 
 
-def check_grad(param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
+def check_grad(device: torch.device, grad: torch.Tensor, name: str) -> None:
     """Raise if this gradient cannot be used. Called for every gradient before anything moves."""
     if grad.layout != torch.strided:
         raise ConfigError(
             f"Parameter {name!r} has a sparse gradient ({grad.layout}); expected a dense one. "
             "Use nn.Embedding(sparse=False), or keep this parameter in a torch.optim.SparseAdam of its own."
         )
-    if grad.device != param.device:
+    if grad.device != device:
         raise ConfigError(
-            f"Parameter {name!r} is on {param.device} and its gradient on {grad.device}; expected the same device. "
+            f"Parameter {name!r} is on {device} and its gradient on {grad.device}; expected the same device. "
             "Move the gradient, or the model before backward."
         )
 

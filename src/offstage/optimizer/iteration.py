@@ -18,17 +18,19 @@ from typing import Any
 
 import torch
 
-from offstage.activations.hooks import after_backward, running_backward
 from offstage.config import Placement
 from offstage.engine.engine import Engine
+from offstage.engine.gradients import HostGradient
 from offstage.errors import StepLostError
 from offstage.memory.interrupts import deferred_interrupts
+from offstage.modules import after_backward, running_backward
 from offstage.optimizer.checks import check_grad
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.overlap.speculation import Norm
 from offstage.optimizer.places import Groups, Places
 from offstage.rules.rule import ParamState, ParamUpdate
-from offstage.tensors import flat_like, local_gradient
+from offstage.tensors import as_param, flat_like, local_gradient
 
 _RESUME = " Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
 _FAILED = (
@@ -67,6 +69,8 @@ class Iteration:
         """Their gradients, as autograd made them; only while clipping may need them."""
         self.taken: dict[torch.Tensor, torch.dtype] = {}
         """Parameters whose gradient is `None` when the step is made, with the gradient's dtype."""
+        self.took_back = False
+        """Updates were made and do not count: copies of weights have values that are not theirs."""
         self.end: End | None = None
         self.lost: str | None = None
         """Abandoned between two steps: what to say from now on."""
@@ -104,22 +108,45 @@ class Iteration:
 
     def update_of(self, state: ParamState) -> ParamUpdate:
         """The update of a parameter whose gradient is final: all that could change before it is made, read now."""
-        param, local = state.param, state.local
-        number = self._group_number[param]
+        number = self._group_number[state.param]
         state.check_unmoved()
-        grad = local_gradient(param, state.name)
-        check_grad(local, grad, state.name)
+        grad, left = self._gradient_of(state)
         return ParamUpdate(
             state,
             self._options_of(number),
             number,
             step=state.rule.next_step(state),
             fresh=not state.present and not state.scalars,
-            weight=flat_like(local, local),
-            grad=flat_like(grad, local),
+            weight=_weight_of(state),
+            grad=grad,
+            left=left,
             iteration=self.number,
             on_host=state.placement is Placement.HOST,
         )
+
+    def _gradient_of(self, state: ParamState) -> tuple[torch.Tensor, HostGradient | None]:
+        """The gradient, flat, on the device; or, if it left, the one on the host."""
+        param, local = state.param, state.local
+        if isinstance(param.grad, LeftGradient):
+            gradient = param.grad.gradient
+            if state.hosted is not None and running_backward() is None:
+                gradient.leave_again()
+            elif state.placement is Placement.HOST:  # its state has moved since
+                gradient.send_for()
+            if (here := gradient.take_here()) is None:
+                return torch.empty(0, dtype=gradient.dtype, device=state.device), gradient
+            if state.hosted is None:  # it is an ordinary gradient again
+                param.grad = as_param(here, local)
+            return here, None
+        grad = local_gradient(param, state.name)
+        by_hand = state.hosted is not None and grad.device == local.device != state.device
+        check_grad(state.device if not by_hand else local.device, grad, state.name)
+        if by_hand:
+            transport = self._places.engines[state.device].transport
+            gradient = transport.gradients.of(state, transport.lanes)
+            gradient.set(flat_like(grad, local))
+            return torch.empty(0, dtype=gradient.dtype, device=state.device), gradient
+        return flat_like(grad, local), None
 
     def _options_of(self, number: int) -> dict[str, Any]:
         """A group's hyperparameters in this iteration; lanes read them later, so a tensor lr is copied."""
@@ -130,10 +157,13 @@ class Iteration:
             self._options[number] = options
         return self._options[number]
 
-    def add_early(self, update: ParamUpdate, defaults: dict[str, Any]) -> None:
-        """`update` has been given to the lanes in backward: its gradient is dropped, or kept while it may be needed."""
+    def add_early(self, update: ParamUpdate, defaults: dict[str, Any], left: torch.Tensor | None = None) -> None:
+        """`update` has been given to the lanes in backward: its gradient is dropped, or kept while it may be needed.
+
+        `left`: the gradient, if it has left for the host.
+        """
         param, number = update.of.param, update.group_number
-        gradient, param.grad = param.grad, DroppedGradient(param, update.of.name)
+        gradient, param.grad = param.grad if left is None else left, DroppedGradient(param, update.of.name)
         self.taken[param] = update.grad.dtype
         self.early[param] = update.of
         if number not in self._fixed:
@@ -218,7 +248,7 @@ class Iteration:
     def _undo(self) -> None:
         if not self.speculative:
             return
-        self.speculative = False
+        self.speculative, self.took_back = False, True
         for engine in self._engines:
             engine.revert()
         for param, gradient in self.gradients.items():
@@ -238,6 +268,15 @@ class Iteration:
         self.end = end
         if (ended := self._ended()) is not None:
             ended(self)
+
+
+def _weight_of(state: ParamState) -> torch.Tensor:
+    """All of the weight, flat, on the device; nothing as long as it is on the host."""
+    if state.hosted is None:
+        return flat_like(state.local, state.local)
+    if state.hosted.is_here:
+        return state.hosted.on_device()
+    return torch.empty(0, dtype=state.local.dtype, device=state.device)
 
 
 def _comparable(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:

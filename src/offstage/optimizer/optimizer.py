@@ -18,7 +18,6 @@ from typing import Any, TypeVar, Unpack, cast
 
 import torch
 
-from offstage.activations.host_weights import is_host_weight
 from offstage.config import WINDOWS, OffloadConfig, OffloadSettings, documents, format_size
 from offstage.errors import ConfigError, OffstageError
 from offstage.memory.interrupts import deferred_interrupts
@@ -30,6 +29,8 @@ from offstage.optimizer.replanning import replanned_config
 from offstage.optimizer.runtime import Runtime
 from offstage.planning.plan import Plan
 from offstage.rules import choose_rule, shell_of
+from offstage.weights.host_weights import host_weight_of
+from offstage.weights.moving import describe
 
 logger = logging.getLogger("offstage")
 
@@ -96,6 +97,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             runtime.take_over(optimizer.state)
             _consume(optimizer, self)
         logger.info("%s: %s", type(optimizer).__name__, self.plan.summary())
+        if runtime.weights is not None:
+            logger.info(describe(runtime.weights))
         runtime.places.log_fallbacks()
 
     # The step
@@ -274,12 +277,11 @@ def _check(optimizer: torch.optim.Optimizer, config: OffloadConfig, names: dict[
             "which offload() cannot know yet. Use window='auto', train a few steps and call "
             "optimizer.replan(device_peak=...), or ask make_plan with a workload."
         )
-    found = [param for param in params if is_host_weight(param)]
-    if found and config.update_in_backward:
+    if found := [param for param in params if host_weight_of(param) is not None]:
         raise ConfigError(
-            f"update_in_backward=True updates weights while backward runs; found {names.get(found[0], '?')!r} on "
-            "the host because of offload_activations(weights=True), where its gradient arrives when backward is "
-            "over. Use one of the two."
+            f"Parameter {names.get(found[0], '?')!r} lives on the host because of offload_activations(weights=True), "
+            "which is for other optimizers; expected it on the device. Leave weights=True out, and call "
+            "offload(optimizer, model, weights='host')."
         )
 
 

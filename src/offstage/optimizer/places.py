@@ -20,7 +20,10 @@ from offstage.engine import named_state
 from offstage.engine.arenas import HostState
 from offstage.engine.engine import Engine
 from offstage.engine.snapshot import Snapshot
+from offstage.engine.timer import StepTimer
+from offstage.engine.transport import Moved
 from offstage.errors import ConfigError, StepLostError
+from offstage.lanes.lanes import Lanes
 from offstage.memory.arena import check_host_memory
 from offstage.memory.claims import Claim
 from offstage.optimizer.checks import check_no_overlap, check_options, check_param
@@ -32,6 +35,8 @@ from offstage.planning.sizes import ParamSize
 from offstage.rules import Rule
 from offstage.rules.rule import ParamState
 from offstage.tensors import is_sharded, largest_shard, local_of
+from offstage.weights.host_weights import host_weight_of
+from offstage.weights.moving import MovingWeights
 
 logger = logging.getLogger("offstage")
 
@@ -64,11 +69,12 @@ class Places:
         existing: Mapping[torch.Tensor, Mapping[str, Any]] | None = None,
         *,
         like: Places | None = None,
+        moving: MovingWeights | None = None,
     ) -> None:
         """Place parameters that are new or need more keys; the others stay where they are.
 
         `existing` is state that new parameters have elsewhere: what stays resident is used where it is. `like`: keep as
-        much for every parameter as there.
+        much for every parameter as there. `moving`: weights that may go to the host with their state.
         """
         check_options(groups)
         group_of = {param: group for group in groups for param in group["params"]}
@@ -76,25 +82,51 @@ class Places:
         check_no_overlap(list(group_of), self.names)
         by_device: dict[torch.device, list[ParamState]] = {}
         for state in wanted:
-            by_device.setdefault(state.param.device, []).append(state)
+            by_device.setdefault(state.device, []).append(state)
         plans = {}
         for device, states in by_device.items():
             placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
+            placed |= {
+                i: Placement.STREAMED for i, state in enumerate(states) if host_weight_of(state.param) is not None
+            }
             sizes = [self.size_of(state) for state in states]
             plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
         self._refuse_ineffective(plans, by_device)
         self.all_taken()  # what the first step takes is counted anew
+        for device, states in by_device.items():
+            for state, placement in zip(states, plans[device].placements, strict=True):
+                state.placement = placement
         try:
             with self._check_host_memory(plans, by_device, existing or {}):
+                if moving is not None:
+                    self._move_weights(moving, wanted)
                 for device, states in by_device.items():
-                    for state, placement in zip(states, plans[device].placements, strict=True):
-                        state.placement = placement
                     new = [state for state in states if state is not self.states.get(state.param)]
                     self._build(device, new, plans[device], group_of, existing or {})
         finally:
             self._claim = Claim(sum(self.still_to_take().values()))
         self._plans = plans
         self._signatures = [self._rule.signature(group) for group in groups]
+
+    def _move_weights(self, moving: MovingWeights, states: Sequence[ParamState]) -> None:
+        """Weights whose state streams, and those without any, go to the host."""
+        stay = [state.param for state in states if state.placement is not Placement.STREAMED]
+        for device in {state.device for state in states} | moving.devices:
+            self._engine(device).transport.connect()
+        moving.move(stay, self.lanes, self.timers)
+
+    @property
+    def lanes(self) -> dict[torch.device, Lanes]:
+        return {device: engine.transport.lanes for device, engine in self.engines.items()}
+
+    @property
+    def timers(self) -> dict[torch.device, StepTimer]:
+        return {device: engine.transport.timer for device, engine in self.engines.items()}
+
+    def _engine(self, device: torch.device) -> Engine:
+        if device not in self.engines:
+            self.engines[device] = Engine(device, self._rule, self._config)
+        return self.engines[device]
 
     def _refuse_ineffective(
         self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[ParamState]]
@@ -190,7 +222,7 @@ class Places:
             transport, pipeline = engine.transport, engine.transport.pipeline
             missing["staging buffers"] += max(0, transport.staging_bytes - transport.host_updates.nbytes)
             if device.type == "cpu":
-                states = [state for state in self.states.values() if state.param.device == device]
+                states = [state for state in self.states.values() if state.device == device]
                 streamed = sum(state.nbytes for state in states if state.placement is Placement.STREAMED)
                 missing["gradients"] += _gradient_bytes(states)
                 missing["slots"] += self._missing_slots(device, pipeline.num_slots, pipeline.slot_bytes, streamed)
@@ -213,9 +245,9 @@ class Places:
         group_of: Mapping[torch.Tensor, dict[str, Any]],
         existing: Mapping[torch.Tensor, Mapping[str, Any]],
     ) -> None:
-        if device not in self.engines:
-            self.engines[device] = Engine(device, self._rule, self._config)
-        engine = self.engines[device]
+        engine = self._engine(device)
+        for state in states:
+            state.hosted = host_weight_of(state.param) if state.placement is Placement.STREAMED else None
         has_spare = any(engine.arenas.has_spare for engine in self.engines.values())
         engine.settle(list(engine.pending), "place: the weights are ready")
         engine.transport.synchronize("place: the lanes are drained")
@@ -239,7 +271,7 @@ class Places:
         extent = own if numel is None else dict.fromkeys(own, numel)
         itemsize = {key.name: key.dtype.itemsize for key in state.keys}
         padded = padded_bytes(extent, itemsize) if itemsize else 0
-        device = state.param.device
+        device = state.device
         return ParamSize(
             state.name,
             str(device),
@@ -290,13 +322,13 @@ class Places:
     def place_of(self, param: torch.Tensor) -> tuple[Engine, ParamState] | None:
         """The engine and the state of `param`, if it has one."""
         state = self.states.get(param)
-        return None if state is None else (self.engines[state.param.device], state)
+        return None if state is None else (self.engines[state.device], state)
 
     def by_engine(self, params: Sequence[torch.Tensor]) -> Iterator[tuple[Engine, list[ParamState]]]:
         """The states of `params`, by device."""
         states = [self.states[param] for param in params if param in self.states]
-        for device in {state.param.device for state in states}:
-            yield self.engines[device], [state for state in states if state.param.device == device]
+        for device in {state.device for state in states}:
+            yield self.engines[device], [state for state in states if state.device == device]
 
     def check_values(self, values: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups, options: Groups) -> None:
         """Raise if `values` cannot be loaded as the state of `groups`, given their `options`. Changes nothing."""
@@ -355,6 +387,7 @@ class Places:
     def settle(self, reason: str) -> None:
         """Make the caller's stream wait for all updates."""
         for engine in self.engines.values():
+            engine.finish_postponed()
             engine.settle(list(engine.pending), reason)
 
     def give_up(self, reason: str) -> None:
@@ -364,10 +397,9 @@ class Places:
                 engine.settle(list(engine.pending), reason)
                 engine.check()
 
-    def moved_bytes(self) -> tuple[int, int]:
-        """(fetched, stored) since the beginning."""
-        moved = [engine.transport.moved_bytes for engine in self.engines.values()]
-        return sum(fetched for fetched, _ in moved), sum(stored for _, stored in moved)
+    def moved(self) -> Moved:
+        """Since the beginning."""
+        return sum((engine.transport.moved for engine in self.engines.values()), Moved())
 
 
 def _gradient_bytes(states: Iterable[ParamState]) -> int:

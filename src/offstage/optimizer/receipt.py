@@ -12,6 +12,7 @@ import torch
 from offstage.config import format_size
 from offstage.engine.timer import StepTimer
 from offstage.engine.timer import exposed_ms as exposed_of
+from offstage.engine.transport import Moved
 from offstage.lanes.lanes import Lane
 from offstage.optimizer.runtime import Runtime
 
@@ -26,15 +27,24 @@ class Receipt:
     steps: int
     """Steps counted so far."""
     bytes_fetched: int
-    """Host → device, in the last step: state, and weights that the CPU has updated."""
+    """Host → device, in the last step: state, and weights that the CPU has updated or that live on the host, and
+    gradients that had left."""
     bytes_stored: int
-    """Device → host, in the last step: state, and weights and gradients for updates by the CPU."""
+    """Device → host, in the last step: state, and weights and gradients for updates by the CPU or that live there."""
     total_bytes_fetched: int
     total_bytes_stored: int
     device_state_bytes: int
     """State on the device now: resident state and slots."""
     host_state_bytes: int
     """Arenas, alignment included, and staging buffers."""
+    host_weight_bytes: int = 0
+    """Weights that live on the host, and the second set of them that speculative updates need."""
+    host_gradient_bytes: int = 0
+    """Host memory for gradients that leave the device."""
+    device_weight_bytes: int = 0
+    """The most of these weights that is on the device at once, if layers run one after the other."""
+    moved: Moved = field(default_factory=Moved)
+    """The last step's bytes by what they were: state, weights, gradients, each up and down."""
     net_saved_bytes: int = 0
     """Device memory that all state would take if it were resident, less what state, slots and window take there. Slots
     count from the beginning, though the first step allocates them."""
@@ -75,12 +85,29 @@ class Receipt:
             lane: size / self.lane_ms[lane] / 1e6 for lane, size in self.lane_bytes.items() if self.lane_ms.get(lane)
         }
 
+    def _weight_rows(self) -> list[tuple[str, str]]:
+        if not self.host_weight_bytes:
+            return []
+        moved = self.moved
+        kinds = {
+            "state": (moved.state_up, moved.state_down),
+            "weights": (moved.weights_up, moved.weights_down),
+            "gradients": (moved.gradients_up, moved.gradients_down),
+        }
+        return [
+            ("weights on the host", format_size(self.host_weight_bytes)),
+            ("of them on the device", f"at most {format_size(self.device_weight_bytes)}"),
+            ("gradients on the host", format_size(self.host_gradient_bytes)),
+            *((f"{kind} up / down", f"{format_size(up)} / {format_size(down)}") for kind, (up, down) in kinds.items()),
+        ]
+
     def __str__(self) -> str:
         rows = [
             ("steps", f"{self.steps}"),
             ("fetched / stored, last step", f"{format_size(self.bytes_fetched)} / {format_size(self.bytes_stored)}"),
             ("state on the device", format_size(self.device_state_bytes)),
             ("state on the host", format_size(self.host_state_bytes)),
+            *self._weight_rows(),
             ("saved on the device, net", format_size(self.net_saved_bytes)),
         ]
         rates = self.link_gb_per_s
@@ -137,19 +164,23 @@ def make_receipt(runtime: Runtime) -> Receipt:
     host_ms = lane_ms.get(Lane.HOST.value, 0.0)
     exposed = exposed_of(timers, last=not late) if timers else None
     link = min((engine.transport.link_gb_per_s for engine in engines if engine.transport.link_gb_per_s), default=None)
-    fetched, stored = runtime.places.moved_bytes()
-    transfer = max(max(runtime.last_moved) / link / 1e6, host_ms) if link else None
+    moved, last, weights = runtime.moved(), runtime.last_moved, runtime.weights
+    transfer = max(max(last.up, last.down) / link / 1e6, host_ms) if link else None
     counters = [runtime.rule.external_writes(engine.device) for engine in engines]
     on_device = sum(runtime.device_state_bytes(engine.device) for engine in engines)
     to_come = sum(engine.transport.pipeline.missing_bytes for engine in engines)
     return Receipt(
         steps=runtime.steps,
-        bytes_fetched=runtime.last_moved[0],
-        bytes_stored=runtime.last_moved[1],
-        total_bytes_fetched=fetched,
-        total_bytes_stored=stored,
+        bytes_fetched=last.up,
+        bytes_stored=last.down,
+        total_bytes_fetched=moved.up,
+        total_bytes_stored=moved.down,
         device_state_bytes=on_device,
-        host_state_bytes=sum(engine.transport.host_bytes for engine in engines),
+        host_state_bytes=sum(engine.transport.host_state_bytes for engine in engines),
+        host_weight_bytes=weights.host_bytes if weights is not None else 0,
+        host_gradient_bytes=sum(engine.transport.gradients.nbytes for engine in engines),
+        device_weight_bytes=weights.most_device_bytes if weights is not None else 0,
+        moved=last,
         net_saved_bytes=sum(state.nbytes for state in runtime.all_states()) - on_device - to_come,
         host_update_ms=host_ms if any(engine.transport.staging_bytes for engine in engines) else None,
         lane_ms=lane_ms,

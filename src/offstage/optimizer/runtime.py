@@ -24,6 +24,7 @@ from offstage.config import OffloadConfig, Placement
 from offstage.engine import named_state
 from offstage.engine.engine import Engine
 from offstage.engine.snapshot import Snapshot
+from offstage.engine.transport import Moved
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.memory.interrupts import deferred_interrupts
@@ -37,7 +38,9 @@ from offstage.planning.group_slots import with_slots
 from offstage.planning.plan import Plan
 from offstage.rules import Rule
 from offstage.rules.rule import ParamState, ParamUpdate
-from offstage.tensors import place_gradient, reshard
+from offstage.tensors import home_of, place_gradient, reshard
+from offstage.weights.host_weights import HostWeights, host_weight_of
+from offstage.weights.moving import MovingWeights
 
 logger = logging.getLogger("offstage")
 
@@ -62,6 +65,8 @@ class Runtime:
         self.turn = threading.RLock()
         """Held by the thread that is in one of these methods; see [Note: threads]."""
         self.places = Places(rule, with_slots(config, model), names)
+        self.weights: HostWeights | None = None
+        """Those that live on the host."""
         self.speculation = Speculation()
         self.overlap: Overlap | None = None
         self.iteration = Iteration(1, self.places, weakref.WeakMethod(self._ended))
@@ -69,11 +74,11 @@ class Runtime:
         """What the user keeps in `optimizer.state` under keys that are not tensors."""
         self.steps = 0
         self.skipped_steps = 0
-        self.last_moved = (0, 0)
-        """Bytes (fetched, stored) in the last step."""
+        self.last_moved = Moved()
+        """In the last step: from the end of the one before to its own."""
         self._groups = groups
         self._lost: str | None = None
-        self._moved_until = (0, 0)
+        self._moved_until = Moved()
         self._norm_on_host: torch.Tensor | None = None
         self._taken: dict[torch.Tensor, torch.dtype] = {}
         """Gradients, by dtype, that steps have taken and that plain torch would have left to be zeroed."""
@@ -84,9 +89,21 @@ class Runtime:
     def start(self, existing: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Place all parameters; `existing` is state that they have elsewhere."""
         self.check_values(existing)
-        self.places.place(self.groups, existing)
-        if self.config.overlaps:
-            self.overlap = Overlap(self, self.model)
+        moving = MovingWeights(self.model, self.config, self.turn) if self.config.moves_weights else None
+        try:
+            self.places.place(self.groups, existing, moving=moving)
+            if self.config.overlaps:
+                self.overlap = Overlap(self, self.model)
+        except BaseException:
+            if moving is not None:
+                moving.undo()
+            raise
+        if moving is not None:
+            self.weights = moving.made
+            assert self.weights is not None
+            assert self.overlap is not None
+            self.weights.listener = weakref.ref(self.overlap)
+            self.weights.may_reuse = self.config.overlap_forward
 
     def take_over(self, existing: dict[torch.Tensor, Any]) -> None:
         """Move existing state in, parameter by parameter, so that device memory falls while host memory fills."""
@@ -151,7 +168,7 @@ class Runtime:
             self._check_in_model()
         if updates or self.iteration.early:
             for engine in self.engines:
-                engine.transport.prepare()
+                engine.transport.prepare(with_gradients=any(update.left is not None for update in updates))
             with deferred_interrupts():
                 self._run(updates)
         elif self.iteration.norm is not None:
@@ -182,12 +199,13 @@ class Runtime:
     def _run(self, updates: list[ParamUpdate]) -> None:
         by_device: dict[torch.device, list[ParamUpdate]] = {device: [] for device in self.places.engines}
         for update in updates:
-            by_device[update.of.param.device].append(update)
+            by_device[update.of.device].append(update)
         iteration = self.iteration
         updated = with_early = bool(iteration.early)
         try:
+            later = self.overlap.later(updates) if self.overlap is not None else ()
             for device, device_updates in by_device.items():
-                self.places.engines[device].run(device_updates)
+                self.places.engines[device].run(device_updates, later)
                 updated = updated or bool(device_updates)
             # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
             torch.autograd.graph.increment_version([update.of.param for update in updates])
@@ -198,26 +216,53 @@ class Runtime:
             self._fail(iteration, error, updated)
             raise
         self._taken.update(iteration.taken)
+        self._settle_gradients()
         self.steps += 1
         self.places.all_taken()
         self._learn(iteration.norm, with_early=with_early)
-        before, self._moved_until = self._moved_until, self.places.moved_bytes()
-        self.last_moved = (self._moved_until[0] - before[0], self._moved_until[1] - before[1])
+        before, self._moved_until = self._moved_until, self.moved()
+        self.last_moved = self._moved_until - before
         self._prove_effect(updates)
+
+    def _settle_gradients(self) -> None:
+        """The step is made: what of it was on the host is where other code expects it."""
+        for engine in self.engines:
+            engine.transport.gradients.let_go()
+        if self.weights is None:
+            return
+        if self.config.overlap_forward:
+            self.weights.note_versions()
+        else:
+            self.weights.settle()
 
     def _learn(self, norm: Norm | None, *, with_early: bool) -> None:
         """The step is made: what does it say about the next ones?"""
         if self.overlap is not None:
             self.overlap.learn(with_updates=with_early)
+            self._forget_gradients()
         if norm is not None:
             self.speculation.decide(norm.within)
             if self.config.update_in_backward and not self.speculation.clips:
                 self.arm_speculation()
 
+    def _forget_gradients(self) -> None:
+        """Where updates are made in backward, fewer gradients go to the host than while that was learned."""
+        learned = not self.overlap.selection.is_learning if self.overlap is not None else False
+        for engine in self.engines if learned and self.config.update_in_backward else ():
+            gradients = engine.transport.gradients
+            if gradients.is_larger_than_used:
+                engine.transport.synchronize("host: the first gradients are used")
+                gradients.drop_unused()
+                if not gradients.nbytes:
+                    pipeline = engine.transport.pipeline
+                    pipeline.resize(pipeline.num_slots, pipeline.slot_bytes)
+            gradients.next_iteration()
+
     def arm_speculation(self) -> None:
         """The loop clips: from the next iteration on updates in backward are speculative, if the host has the room."""
         budget = self.config.host_budget
-        self.speculation.arm(self.engines, None if budget is None else int(budget), self.places.still_to_take())
+        beside = self.places.still_to_take()
+        self.speculation.arm(self.engines, None if budget is None else int(budget), beside, self.weights)
 
     def _fail(self, iteration: Iteration, error: BaseException, updated: bool) -> None:
         """Nothing updated yet: all is as before the step. Otherwise the step is lost, and says so from now on."""
@@ -244,9 +289,9 @@ class Runtime:
 
     def _prove_effect(self, updates: list[ParamUpdate]) -> None:
         """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
-        moved = [update.of for update in updates if update.weight.numel()]  # this rank's shard may be empty
+        moved = [update.of for update in updates if update.of.local.numel()]  # this rank's shard may be empty
         away = [of for of in moved if self.places.states[of.param].placement is not Placement.RESIDENT]
-        if away and not any(self.last_moved):
+        if away and not (self.last_moved.up or self.last_moved.down):
             raise OffloadIneffectiveError(
                 f"{len(away)} parameters with state on the host had gradients (first: {away[0].name!r}), and "
                 "no byte moved in this step. This is a defect in offstage; please report it with the plan: "
@@ -273,7 +318,7 @@ class Runtime:
         for param in params:
             place_gradient(param)
         gradients = {p: gradient for p in params if (gradient := iteration.gradients.get(p, p.grad)) is not None}
-        device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
+        device = next((home_of(param) for param in gradients), torch.device("cpu"))
         engine = self.places.engines.get(device)
         lanes = engine.transport.lanes if engine is not None else ImmediateLanes(device)
         if self._norm_on_host is None:
@@ -312,6 +357,8 @@ class Runtime:
                 self.overlap.forget()
         elif iteration.end is End.REVERTED and self.overlap is not None:
             self.overlap.forget_collected()
+        if self.weights is not None and (iteration.took_back or iteration.end is End.ABANDONED):
+            self.weights.forget_copies()
         norm = iteration.norm if iteration.end is End.REVERTED else None
         self.iteration = Iteration(iteration.number + 1, self.places, weakref.WeakMethod(self._ended), norm)
 
@@ -376,6 +423,13 @@ class Runtime:
         for engine in self.engines:
             engine.transport.synchronize("host: all stores are done")
             engine.check()
+        if self.weights is not None:
+            self.weights.settle()
+
+    def settle_host_weights(self, params: Sequence[torch.Tensor]) -> None:
+        """Those of `params` that live on the host are about to be read or written there."""
+        if self.weights is not None and any(host_weight_of(param) is not None for param in params):
+            self.weights.settle()
 
     def settle(self) -> None:
         """Make the caller's stream wait for all updates: what is known of a parameter's state is then up to date."""
@@ -418,6 +472,8 @@ class Runtime:
         """All state to the plan that `config` gives. If it fails, nothing has changed."""
         self.drain_state()
         places = self.places.moved_to(with_slots(config, self.model), self.groups)
+        if self.weights is not None:
+            self.weights.use(places.lanes, places.timers)
         self.places.close()
         self.places, self.config = places, config
         self.iteration.revert()  # the next one is of the new places
@@ -433,7 +489,12 @@ class Runtime:
         self.iteration.give_up("The optimizer was closed between backward and step().")
         if self.overlap is not None:
             self.overlap.remove()
+        for engine in self.engines:
+            with contextlib.suppress(StepLostError):
+                engine.finish_postponed()
         self.places.give_up("close: the weights are ready")
+        if self.weights is not None:
+            self.weights.close(to_device=False)
         for engine in self.engines:
             engine.close()
 
@@ -471,9 +532,14 @@ class Runtime:
         """Where each parameter's state lives, in the order of `param_groups`."""
         return self.places.plan(self.all_states())
 
+    def moved(self) -> Moved:
+        """Since the beginning."""
+        weights = self.weights.bytes_fetched if self.weights is not None else 0
+        return self.places.moved() + Moved(weights_up=weights)
+
     def device_state_bytes(self, device: torch.device) -> int:
         """State on `device` now: resident state and slots."""
-        resident = (state.resident.values() for state in self.all_states() if state.param.device == device)
+        resident = (state.resident.values() for state in self.all_states() if state.device == device)
         slots = self.places.engines[device].transport.pipeline.device_bytes
         return sum(tensor.nbytes for tensors in resident for tensor in tensors) + slots
 

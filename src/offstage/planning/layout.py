@@ -8,7 +8,7 @@ parameter or a part of one. A chunk is fetched, updated and stored as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from offstage.memory.arena import ALIGN_BYTES, round_up
@@ -78,12 +78,19 @@ class Layout:
 
 
 def make_layout(
-    extents: Sequence[Extent], itemsize: Mapping[str, int], numel: Sequence[int], *, chunk_bytes: int, split: bool
+    extents: Sequence[Extent],
+    itemsize: Mapping[str, int],
+    numel: Sequence[int],
+    *,
+    chunk_bytes: int,
+    split: bool,
+    firsts: Collection[int] = (),
 ) -> Layout:
     """Lay the parameters end to end and cut the line into chunks of at most `chunk_bytes`.
 
     With `split` (elementwise rules) a chunk may end inside a parameter; every key then has as many elements as the
-    parameter. Without it chunks end between parameters, and a larger parameter is a chunk of its own.
+    parameter. Without it chunks end between parameters, and a larger parameter is a chunk of its own. `firsts`:
+    parameters that begin a chunk in any case.
     """
     offsets: list[dict[str, int]] = []
     cursor = dict.fromkeys(itemsize, 0)
@@ -92,7 +99,10 @@ def make_layout(
         offsets.append(dict(cursor))
         for key in itemsize:
             cursor[key] += round_up(extent[key], align)
-    pieces = _cut(numel, itemsize, chunk_bytes) if split else _whole(extents, numel, itemsize, chunk_bytes)
+    if split:
+        pieces = _cut(numel, itemsize, chunk_bytes, firsts)
+    else:
+        pieces = _whole(extents, numel, itemsize, chunk_bytes, firsts)
     chunks = []
     for number, group in enumerate(pieces):
         ranges = {key: _span(group, offsets, extents, key) for key in itemsize}
@@ -107,7 +117,9 @@ def padded_bytes(extent: Extent, itemsize: Mapping[str, int]) -> int:
     return sum(round_up(extent[key], align) * size for key, size in itemsize.items())
 
 
-def _cut(numel: Sequence[int], itemsize: Mapping[str, int], chunk_bytes: int) -> list[list[Piece]]:
+def _cut(
+    numel: Sequence[int], itemsize: Mapping[str, int], chunk_bytes: int, firsts: Collection[int]
+) -> list[list[Piece]]:
     """For elementwise rules: fill each chunk up to the last aligned element that fits."""
     align = _align_elements(itemsize)
     capacity = max(align, chunk_bytes // sum(itemsize.values()) // align * align)
@@ -115,6 +127,7 @@ def _cut(numel: Sequence[int], itemsize: Mapping[str, int], chunk_bytes: int) ->
     room = 0
     for index, size in enumerate(numel):
         start = 0
+        room = 0 if index in firsts else room
         while start < size:
             if room == 0:
                 chunks.append([])
@@ -127,7 +140,11 @@ def _cut(numel: Sequence[int], itemsize: Mapping[str, int], chunk_bytes: int) ->
 
 
 def _whole(
-    extents: Sequence[Extent], numel: Sequence[int], itemsize: Mapping[str, int], chunk_bytes: int
+    extents: Sequence[Extent],
+    numel: Sequence[int],
+    itemsize: Mapping[str, int],
+    chunk_bytes: int,
+    firsts: Collection[int],
 ) -> list[list[Piece]]:
     """Whole parameters only: start a new chunk when the next parameter does not fit."""
     chunks: list[list[Piece]] = []
@@ -136,7 +153,7 @@ def _whole(
         size = padded_bytes(extent, itemsize)
         if size == 0:
             continue
-        if not chunks or used + size > chunk_bytes:
+        if not chunks or used + size > chunk_bytes or index in firsts:
             chunks.append([])
             used = 0
         chunks[-1].append(Piece(index, 0, numel[index], whole=True))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from offstage.config import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, OffloadConfig, Placement, format_size
+from offstage.config import MIN_CHUNK_BYTES, OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
 from offstage.planning.predict import CHOSEN, HOST_CHUNK, Candidate, Prediction
 from offstage.planning.sizes import Columns, Mask, Numbers, ParamSize, largest, total
@@ -49,6 +49,10 @@ class Plan:
     """Streamed state is cut into chunks of this size, except parameters that are not split and larger."""
     host_chunk_bytes: int = 0
     """The same for state that the CPU updates."""
+    host_weight_bytes: int = field(default=0, compare=False)
+    """Weights that live on the host, as `make_plan` expects it."""
+    device_weight_bytes: int = field(default=0, compare=False)
+    """Where some live on the host: the most of all weights that is on the device, with copies of layers that run."""
     prediction: Prediction | None = field(default=None, compare=False)
     """What `make_plan` expects of this plan."""
     candidates: tuple[Candidate, ...] = field(default=(), compare=False)
@@ -279,7 +283,7 @@ def _chunk_bytes(state_bytes: float, slots: int, config: OffloadConfig) -> int:
     if config.chunk_bytes is not None:
         return int(config.chunk_bytes)
     share = int(SLOTS_SHARE * state_bytes / slots) // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES
-    return min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, share))
+    return min(config.most_chunk_bytes, max(MIN_CHUNK_BYTES, share))
 
 
 def _host_chunk_bytes(state_bytes: float, config: OffloadConfig) -> int:
@@ -449,8 +453,13 @@ def _groups(plan: Plan) -> Iterator[str]:
 def _facts(plan: Plan, found: Prediction) -> Iterator[str]:
     slots = f", including {plan.slots} slots of {format_size(plan.slot_bytes)}" if plan.slots else ""
     whole = f", an iteration {_ms(found.iteration_ms)}" if found.iteration_ms is not None else ""
+    weights = (
+        f"{format_size(plan.host_weight_bytes)} on the host, at most {format_size(plan.device_weight_bytes)} on the "
+        "device, with copies of the layers that run"
+    )
     rows = [
         ("state", plan.by_placement()),
+        *((("weights", weights),) if plan.host_weight_bytes else ()),
         ("device", f"{format_size(found.device_state_bytes)} of state{slots}"),
         ("", f"{format_size(found.device_peak_bytes)} at the peak, with weights, gradients and the workload's bytes"),
         ("host", format_size(found.host_bytes)),

@@ -37,7 +37,7 @@ the weights whose gradients come last, when the device is fullest."""
 HOST_CHUNK = 3
 """Chunks that the CPU updates are this many times larger than others: every chunk costs a thread some time under the
 GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
-_LINK_IN_BACKWARD = 0.95
+LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches during backward, where chunks wait for the last of their gradients."""
 _CPU_IN_BACKWARD = 0.85
 """Share of its rate that the CPU reaches during backward, where pieces wait for the last of their gradients."""
@@ -49,7 +49,7 @@ called and whose kernel is launched; of a chunk's trip; of a chunk that goes to 
 the loop's."""
 _TOGETHER = 0.9
 """Share of its bandwidth that host memory reaches for copies and updates together: measured."""
-_HOST_MS_PER_CHUNK = 0.1
+HOST_MS_PER_CHUNK = 0.1
 """With clipping, the host waits for the norm before it queues the rest of the step: measured, per chunk."""
 
 
@@ -115,7 +115,8 @@ class Prediction:
     device_peak_bytes: int
     """State, weights, gradients and the workload's other bytes: an upper bound, from the second iteration on."""
     host_bytes: int
-    """State, staging buffers, and the second copies that clipping with `update_in_backward` keeps."""
+    """State, staging buffers, and the second copies that clipping with `update_in_backward` keeps; weights that live on
+    the host, and gradients that leave for it."""
     bytes_up: int
     """Over the link to the device in one step."""
     bytes_down: int
@@ -290,7 +291,7 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
             kept = Load(down=OLD_WEIGHTS_ON_HOST * off * (1.0 - shares.host) * totals.weights)
         # With speculation the CPU's updates are left to step().
         moving = streamed + kept if speculates else streamed + on_host
-        needed_ms = moving.ms(rates) / _LINK_IN_BACKWARD
+        needed_ms = moving.ms(rates) / LINK_IN_BACKWARD
         if not speculates:
             needed_ms = max(needed_ms, on_host.ms(rates) / _CPU_IN_BACKWARD)
         left = max(0.0, 1.0 - workload.backward_ms / needed_ms) if needed_ms else 0.0
@@ -308,14 +309,14 @@ def exposed(totals: Totals, shares: Shares, rates: Rates, config: OffloadConfig,
     late = ((streamed * ahead + on_host) * left).ms(rates) - forward_ms * reached
     if speculates:
         late = max(late, (streamed * left + on_host).ms(rates) - forward_ms)
-        fill_ms += _HOST_MS_PER_CHUNK * streamed.up / shares.chunk_bytes if shares.chunk_bytes else 0.0
+        fill_ms += HOST_MS_PER_CHUNK * streamed.up / shares.chunk_bytes if shares.chunk_bytes else 0.0
     exposed_ms = fill_ms + max(device_ms, resident_ms + late)
     if in_backward:
-        exposed_ms += _launches_delayed_ms(totals, shares, rates, workload, streamed)
+        exposed_ms += launches_delayed_ms(totals, shares, rates, workload, streamed)
     return Times(exposed_ms, left * off, streamed + on_host + kept)
 
 
-def _launches_delayed_ms(totals: Totals, shares: Shares, rates: Rates, workload: Workload, streamed: Load) -> float:
+def launches_delayed_ms(totals: Totals, shares: Shares, rates: Rates, workload: Workload, streamed: Load) -> float:
     """How much longer backward takes because its thread also gives work to the lanes."""
     submits = _SUBMITS_PER_PARAM * totals.tensors
     if shares.chunk_bytes:

@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,10 @@ from torch import nn
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
 from offstage.memory.arena import round_up
+from offstage.modules import layers_of
 from offstage.planning.layout import padded_bytes
 from offstage.rules.adamw import AdamRule
-from offstage.tensors import local_of
+from offstage.tensors import home_of, local_of
 
 EXPERTS = r"(^|\.)experts(\.|$)"
 """Names of routed experts: ``experts`` between the dots. ``shared_experts`` do not match: every token uses them."""
@@ -29,6 +30,8 @@ EXPERTS = r"(^|\.)experts(\.|$)"
 _INT = frozenset({int})
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 """The first number between the dots of a name: the layer's."""
+NO_LAYER = -1
+"""In `Columns`: the layer of a parameter that is in none, or in several."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class ParamSize:
     """Bytes of the parameter itself, which is on the device; its gradient is as large."""
     expert: bool = False
     """Belongs to a routed expert: `World` divides it differently, and its state moves only if it got a gradient."""
+    layer: int | None = dataclasses.field(default=None, compare=False)
+    """The number of its layer, if it is in one; known where weights may live on the host (`OffloadConfig.weights`)."""
 
     def renamed(self, name: str, *, expert: bool) -> ParamSize:
         """A parameter of the same size. Four times as fast as `dataclasses.replace`: a plan may have a million."""
@@ -70,12 +75,15 @@ class Columns:
     weight_bytes: Numbers
     splits: Mask
     expert: Mask
+    layer: Numbers
 
     @classmethod
     def of(cls, sizes: Sequence[ParamSize]) -> Columns:
         columns = {}
         for one in dataclasses.fields(cls):
-            values = map(operator.attrgetter(one.name), sizes)
+            values: Iterable[int | None] = map(operator.attrgetter(one.name), sizes)
+            if one.name == "layer":
+                values = (NO_LAYER if layer is None else layer for layer in values)
             is_flag = one.name in ("splits", "expert")
             columns[one.name] = np.fromiter(values, dtype=bool if is_flag else np.int64, count=len(sizes))
         return cls(**columns)
@@ -124,17 +132,23 @@ def param_sizes(
 
     `source` is a model (on any device, the meta device too), a state dict, or a mapping from names to shapes or numbers
     of elements, then of `dtype`, in the order of forward. Only shapes and formats are read. `ParamSize`s, for other
-    optimizers, are returned as they are. `experts` is a pattern for the names of routed experts.
+    optimizers, are returned as they are. `experts` is a pattern for the names of routed experts. Where `config` moves
+    weights, sizes know their layers: the model's, or else those that names number.
     """
-    rule = AdamRule(config or OffloadConfig(), decoupled=True)
+    config = config or OffloadConfig()
+    rule = AdamRule(config, decoupled=True)
     is_expert = re.compile(experts).search
     if isinstance(source, nn.Module):
-        return [_size(name, tensor, rule, bool(is_expert(name))) for name, tensor in source.named_parameters()]
+        sizes = [_size(name, tensor, rule, bool(is_expert(name))) for name, tensor in source.named_parameters()]
+        return _in_layers(sizes, _layers_of_model(source)) if config.moves_weights else sizes
     if isinstance(source, Mapping):
         with _collector_paused():
-            return list(_of_mapping(source, rule, dtype, is_expert))
+            sizes = list(_of_mapping(source, rule, dtype, is_expert))
+        return _in_layers(sizes, _numbered(source)) if config.moves_weights else sizes
     if set(map(type, source)) <= {ParamSize}:
-        return list(source)
+        sizes = list(source)
+        known = not config.moves_weights or any(size.layer is not None for size in sizes)
+        return sizes if known else _in_layers(sizes, _numbered([size.name for size in sizes]))
     raise ConfigError(
         "make_plan expects a model, a state dict, ParamSizes, or a mapping from names to shapes or numbers of "
         f"elements; found a {type(source).__name__} of {', '.join(sorted({type(one).__name__ for one in source}))}."
@@ -189,19 +203,48 @@ def _collector_paused() -> Iterator[None]:
 
 def _size(name: str, tensor: torch.Tensor, rule: AdamRule, expert: bool) -> ParamSize:
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    device = home_of(tensor)
     tensor = local_of(tensor)  # a plan is for one rank
     keys = () if frozen else rule.keys(tensor, {"amsgrad": False})
     itemsize = {key.name: key.dtype.itemsize for key in keys}
     return ParamSize(
         name,
-        str(tensor.device),
+        str(device),
         state_bytes=tensor.numel() * sum(itemsize.values()),
         padded_bytes=padded_bytes(dict.fromkeys(itemsize, tensor.numel()), itemsize) if itemsize else 0,
-        splits=rule.splits(tensor.device),
+        splits=rule.splits(device),
         numel=tensor.numel(),
         weight_bytes=tensor.nbytes,
         expert=expert,
     )
+
+
+# Layers #
+
+
+def _in_layers(sizes: Sequence[ParamSize], layer_of: Mapping[str, int]) -> list[ParamSize]:
+    return [dataclasses.replace(size, layer=layer_of.get(size.name)) for size in sizes]
+
+
+def _layers_of_model(model: nn.Module) -> dict[str, int]:
+    """The layer of each parameter that no other module uses, by name."""
+    layers = dict.fromkeys(layers_of(model, None))
+    layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}
+    users: dict[nn.Parameter, set[int | None]] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            users.setdefault(param, set()).add(layer_of.get(module))
+    found = ((name, users[param]) for name, param in model.named_parameters())
+    return {name: layer for name, (layer, *others) in found if layer is not None and not others}
+
+
+def _numbered(names: Iterable[str]) -> dict[str, int]:
+    """The layers of names such as ``layers.3.weight``: those of the list with the most numbers."""
+    lists: dict[str, dict[str, int]] = {}
+    for name in names:
+        if match := _LAYER.search(name):
+            lists.setdefault(name[: match.start(1)], {})[name] = int(match[1])
+    return max(lists.values(), key=lambda one: len(set(one.values())), default={})
 
 
 # One rank's share #
@@ -321,4 +364,5 @@ def _divide(size: ParamSize, parts: int) -> ParamSize:
         numel=-(-size.numel // parts),
         weight_bytes=-(-size.weight_bytes // parts),
         expert=size.expert,
+        layer=size.layer,
     )

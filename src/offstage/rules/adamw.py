@@ -164,7 +164,7 @@ class AdamRule(Rule):
         from offstage.rules import adamw_host
 
         update, state, group = piece.update, piece.state, piece.update.group
-        scratch = self._scratch_of(update.of.param.device)
+        scratch = self._scratch_of(update.of.device)
         kind = update.of.master_kind
         return adamw_host.prepare(
             piece.weight,
@@ -234,20 +234,22 @@ class AdamRule(Rule):
         for place, weight in weights:
             total += adamw_host.fingerprint_from(place, weight.reshape(-1))
         with self._making:  # parameters are loaded by several threads
-            self._scratch_of(state.local.device).prints(state)[0].copy_(total)
+            self._scratch_of(state.device).prints(state)[0].copy_(total)
 
     def adopt(self, state: ParamState, other: ParamState) -> None:
         if state.master_kind == "split":
-            scratch = self._scratch_of(state.param.device)
+            scratch = self._scratch_of(state.device)
             for mine, theirs in zip(scratch.prints(state), scratch.prints(other), strict=True):
                 mine.copy_(theirs)
 
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
-        scratch = self._scratch_of(weight.device)
+        scratch = self._scratch_of(state.device)
         expected, observed, _ = scratch.prints(state)
+        if weight.device != state.device:  # it lives on the host
+            observed = torch.zeros(1, dtype=torch.int64, device=weight.device)
         with on_device(weight.device):
-            scratch.kernels.fingerprint(weight, observed)
-        return bool(expected == observed)
+            _kernels_for(weight.device).fingerprint(weight, observed)
+        return bool(expected.to(observed.device) == observed)
 
     def _scratch_of(self, device: torch.device) -> _Scratch:
         if device not in self._scratch:

@@ -14,7 +14,7 @@ import torch
 from offstage.config import Placement
 from offstage.errors import ConfigError
 from offstage.lanes.host_threads import Slice
-from offstage.tensors import local_of, order_of
+from offstage.tensors import home_of, local_of, order_of
 
 MASTER_KEY = "master_weight"
 """fp32 masters: the key of their arena, and the name under which any master appears in a state dict."""
@@ -46,6 +46,52 @@ class Hyperparameters:
     step: int
 
 
+class HostedWeight(Protocol):
+    """A weight that lives on the host and comes to the device with its layer."""
+
+    @property
+    def host(self) -> torch.Tensor:
+        """Where it lives, flat."""
+
+    @property
+    def spare(self) -> torch.Tensor | None:
+        """Where speculative updates of it go."""
+
+    @property
+    def layer(self) -> HostedLayer:
+        """What it comes with."""
+
+    def on_device(self) -> torch.Tensor:
+        """Its copy on the device, flat."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its layer is on the device, or on its way."""
+
+    def bring(self) -> None:
+        """Its layer is on the device afterwards, or on its way."""
+
+    def flip(self) -> None:
+        """What was stored to the spare memory is the weight from now on."""
+
+    def was_speculated(self, start: int, stop: int) -> None:
+        """Elements `[start, stop)` are stored to the spare memory."""
+
+    def unspeculate(self) -> None:
+        """What was stored to the spare memory does not count."""
+
+
+class HostedLayer(Protocol):
+    """The weights of one layer."""
+
+    @property
+    def fetched(self) -> Any:
+        """The mark behind which the copy is there."""
+
+    def was_stored(self, mark: Any) -> None:
+        """A part of the copy goes to the host behind `mark`."""
+
+
 class StateHome(Protocol):
     """Where state that is off the device is kept."""
 
@@ -71,9 +117,13 @@ class ParamState:
     home: StateHome | None = None
     index: int = 0
     """STREAMED, HOST: its position in its home."""
+    hosted: HostedWeight | None = None
+    """The weight, if it lives on the host, too."""
 
     def __post_init__(self) -> None:
-        self._made_for = _kind(self.local)
+        self.device = home_of(self.param)
+        """Where it is updated, unless the CPU does that."""
+        self._made_for = _kind(self.param)
         _alive.add(self)
 
     @property
@@ -96,7 +146,7 @@ class ParamState:
 
     def check_unmoved(self) -> None:
         """Raise if the parameter is no longer what the state was made for."""
-        now = _kind(self.local)
+        now = _kind(self.param)
         if now != self._made_for:
             raise ConfigError(
                 f"Parameter {self.name!r} was {_describe(*self._made_for)} at offload() and is {_describe(*now)} now. "
@@ -113,7 +163,8 @@ def has_state(param: torch.Tensor) -> bool:
 
 
 def _kind(param: torch.Tensor) -> tuple[torch.device, torch.dtype, torch.Size, tuple[int, ...]]:
-    return param.device, param.dtype, param.shape, order_of(param)
+    local = local_of(param)
+    return home_of(param), local.dtype, local.shape, order_of(local)
 
 
 def _describe(device: torch.device, dtype: torch.dtype, shape: torch.Size, order: tuple[int, ...]) -> str:
@@ -134,7 +185,10 @@ class ParamUpdate:
     """There was no state before this step."""
     weight: torch.Tensor
     grad: torch.Tensor
-    """All of the parameter and of its gradient, flat, in the parameter's memory order."""
+    """All of the parameter and of its gradient, flat, in the parameter's memory order. A weight that lives on the host
+    is bound when its layer is on the device; a gradient that left for the host is empty here."""
+    left: Any = None
+    """The gradient, if it left for the host."""
     iteration: int = 0
     """Which step of the optimizer, counting those that were taken back."""
     on_host: bool = False
@@ -157,6 +211,8 @@ class PieceUpdate:
     state: dict[str, torch.Tensor]
     host_copies: tuple[torch.Tensor, torch.Tensor] | None = None
     """Weight and gradient of the piece on the host, if it is updated there."""
+    staged_grad: torch.Tensor | None = None
+    """Its gradient in the slot, if that had left for the host."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -164,6 +220,8 @@ class PieceUpdate:
 
     @property
     def grad(self) -> torch.Tensor:
+        if self.staged_grad is not None:
+            return self.staged_grad
         return self.update.grad[self.start : self.stop] if self.host_copies is None else self.host_copies[1]
 
     @property

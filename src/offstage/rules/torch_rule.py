@@ -23,7 +23,7 @@ from offstage.errors import ConfigError
 from offstage.lanes.host_threads import Slice
 from offstage.rules.denormals import flushes_denormals, run_flushing
 from offstage.rules.rule import MASTER_KEY, ParamUpdate, PieceUpdate, Rule, StateKey
-from offstage.tensors import as_param
+from offstage.tensors import as_param, home_of
 
 Group = dict[str, Any]
 
@@ -132,7 +132,7 @@ class TorchRule(Rule):
 
     def scalar_device(self, name: str, param: torch.Tensor, group: Group) -> torch.device:
         on_device = group.get("capturable") or group.get("fused") or name in ("eta", "mu")
-        return param.device if on_device else torch.device("cpu")
+        return home_of(param) if on_device else torch.device("cpu")
 
     def splits(self, device: torch.device) -> bool:
         # On CPU tensors torch's vectorised loops round the last few elements differently, so where a piece ends

@@ -40,7 +40,8 @@ class CausalLM(LanguageModel):
         self.vocabulary = int(self.lm.config.vocab_size)
 
     @torch.no_grad()
-    def materialize(self, device: torch.device | str, seed: int = 0) -> None:
+    def materialize(self, device: torch.device | str, seed: int = 0, home: torch.device | None = None) -> None:
+        device = device if home is None else home
         if self.weights is None:
             self._initialize(device, seed)
             return

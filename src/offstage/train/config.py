@@ -308,6 +308,9 @@ class TrainConfig:
                 f"run.eval_every={self.run.eval_every} needs data to evaluate on, which contradicts "
                 "data.eval_share=0. Use run.eval_every=0 too, or leave eval_share out."
             )
+        if self.parallel.stages > 1 or self.parallel.fsdp is True:
+            divided = f"parallel.stages={self.parallel.stages}" if self.parallel.stages > 1 else "parallel.fsdp=true"
+            self.refuse_divided_weights(divided)
         if self.parallel.stages > 1:
             self._check_pipeline()
         if self.offload.device_peak is not None and self.offload.window != "auto":
@@ -320,6 +323,15 @@ class TrainConfig:
             raise ConfigError(
                 "offload.master_weights='split' splits fp32 masters of bf16 weights, which contradicts "
                 "model.dtype='float32'. Use model.dtype='bfloat16', or leave master_weights out."
+            )
+
+    def refuse_divided_weights(self, found: str) -> None:
+        """Raise if weights live on the host of a run that ranks share; `found` is how they do."""
+        if self.offload.moves_weights:
+            raise ConfigError(
+                f"offload.weights={self.offload.weights!r} keeps weights on the host of one device, which updates all "
+                f"of them; expected one process without FSDP2 and stages, found {found}. Leave offload.weights out: "
+                "ranks divide the weights. Or start one process, without parallel settings."
             )
 
     def _check_pipeline(self) -> None:
@@ -346,8 +358,8 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelSettings,
     "run": RunSettings,
 }
-BYTE_SETTINGS = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window")
-"""Settings that are sizes; they are written with a unit."""
+BYTE_SETTINGS = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window", "weights")
+"""Settings that are sizes, or may be; whole numbers are written with a unit."""
 
 
 def load_config(toml: Path | None, arguments: Sequence[str]) -> TrainConfig:
@@ -435,7 +447,7 @@ def _toml_value(name: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace(
             "\x7f", "\\u007f"
         )  # JSON strings are TOML strings, except for DEL
-    if name in BYTE_SETTINGS and value:
+    if name in BYTE_SETTINGS and isinstance(value, int) and value:
         return json.dumps(exact_size(value))
     return repr(value)
 

@@ -33,8 +33,11 @@ class LanguageModel(nn.Module, abc.ABC):
         """Logits [B, T, vocabulary] of `tokens` [B, T]; with `targets` [B, T], the mean loss instead."""
 
     @abc.abstractmethod
-    def materialize(self, device: torch.device | str, seed: int = 0) -> None:
-        """Allocate a model that was made on meta and fill in first weights; after `fully_shard` if it is sharded."""
+    def materialize(self, device: torch.device | str, seed: int = 0, home: torch.device | None = None) -> None:
+        """Allocate a model that was made on meta and fill in first weights; after `fully_shard` if it is sharded.
+
+        `home`: where it is allocated, if not on `device`: for weights that live on the host.
+        """
 
     @abc.abstractmethod
     def layers(self) -> list[nn.Module]:
@@ -58,8 +61,11 @@ class LanguageModel(nn.Module, abc.ABC):
 
 
 @torch.no_grad()
-def initialize(module: nn.Module, num_layers: int, seed: int) -> None:
-    """Fill all parameters of `module` in place, except those on meta."""
+def initialize(module: nn.Module, num_layers: int, seed: int, device: torch.device | str | None = None) -> None:
+    """Fill all parameters of `module` in place, except those on meta.
+
+    `device`: whose bits they have, if they are elsewhere. It holds one parameter at a time.
+    """
     for name, param in module.named_parameters():
         if param.is_meta:
             continue
@@ -71,8 +77,10 @@ def initialize(module: nn.Module, num_layers: int, seed: int) -> None:
         if isinstance(param, DTensor):
             whole = torch.empty(param.shape, dtype=param.dtype, device=param.to_local().device)
             copy_shard(param, _normal(whole, std, seed, name))
-        else:
+        elif device is None or param.device.type == torch.device(device).type:
             _normal(param, std, seed, name)
+        else:
+            param.copy_(_normal(torch.empty_like(param, device=device), std, seed, name))
 
 
 def copy_shard(param: DTensor, whole: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ from offstage.train.data import Batches, Feed
 from offstage.train.description import first_weights, keep, with_tokenizer, without_weights
 from offstage.train.determinism import deterministic, explained_errors
 from offstage.train.extras import check_packages
-from offstage.train.memory_needs import check_memory
+from offstage.train.memory_needs import check_host_weights, check_memory
 from offstage.train.metrics import Meter, MetricsFile, Row
 from offstage.train.observe import Observer
 from offstage.train.parallel import Parallel, started
@@ -47,6 +47,7 @@ from offstage.train.signals import FAILED, StopRequests
 from offstage.train.tokenizer import HuggingFaceEncoder, encoder_for
 from offstage.train.tokens import corpus_for
 from offstage.train.trackers import Tracker, open_trackers
+from offstage.weights.moving import describe
 
 logger = logging.getLogger("offstage")
 _PROMPT = 64
@@ -83,6 +84,7 @@ def run(config: TrainConfig) -> Result:
     check_packages(config)
     with contextlib.ExitStack() as open_until_end:
         parallel = open_until_end.enter_context(started(config.parallel, config.run.torch_device()))
+        check_host_weights(config, parallel)
         open_until_end.enter_context(deterministic(config, parallel.device))
         history = AllocationHistory(parallel.device) if config.run.memory_snapshot else None
         folder = RunFolder(config.run.folder)
@@ -421,6 +423,8 @@ class Training:
             frozen = f", of which {trained:,} in adapters are trained," if trained < parameters else ""
             plan = self.optimizer.plan
             saved = f": {format_size(plan.net_saved_bytes)} saved on the device, net" if plan.host_bytes else ""
+            weights = runtime_of(self.optimizer).weights
+            saved += "" if weights is None else f"; {describe(weights)}"
             self._progress.say(
                 f"{parameters:,} parameters{frozen} in {settings.model.dtype} on {self.parallel.device}, "
                 f"{plan.summary()}{saved}",

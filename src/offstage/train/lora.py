@@ -83,8 +83,11 @@ def _is_named(name: str, targets: Iterable[str]) -> bool:
 
 
 @torch.no_grad()
-def initialize_adapters(module: nn.Module, seed: int) -> None:
-    """Fill in first factors in place, except on meta: as for other weights, they depend on seed and name alone."""
+def initialize_adapters(module: nn.Module, seed: int, device: torch.device | None = None) -> None:
+    """Fill in first factors in place, except on meta: as for other weights, they depend on seed and name alone.
+
+    `device`: whose bits they have, if they are elsewhere.
+    """
     for name, param in module.named_parameters():
         if not is_adapter(name) or param.is_meta:
             continue
@@ -92,9 +95,9 @@ def initialize_adapters(module: nn.Module, seed: int) -> None:
             nn.init.zeros_(param)
             continue
         local = param.to_local() if isinstance(param, DTensor) else param
-        whole = torch.empty(param.shape, dtype=param.dtype, device=local.device)
+        whole = torch.empty(param.shape, dtype=param.dtype, device=local.device if device is None else device)
         bound = 1 / math.sqrt(param.shape[1])  # that of nn.Linear
-        whole.uniform_(-bound, bound, generator=generator_for(local.device, seed, name))
+        whole.uniform_(-bound, bound, generator=generator_for(whole.device, seed, name))
         if isinstance(param, DTensor):
             copy_shard(param, whole)
         else:

@@ -21,7 +21,9 @@ from offstage import OffloadedOptimizer
 from offstage.engine.engine import Engine
 from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.tensors import local_of
+from offstage.weights.host_weights import host_weight_of, host_weights_of
 
 OWNERS = ("weights", "state", "slots", "window", "gradients", "activations")
 """The order in which figures stack them: those that change least first."""
@@ -49,7 +51,7 @@ class MemoryByOwner:
         # FSDP2 gathers a layer's weights beside the shards while the layer runs.
         gathered = self._now(self._all_weights()) if self._gathers else {}
         return {
-            "weights": self._weights | gathered,
+            "weights": self._weights | gathered | self._now(_copies(self._model)),
             "gradients": self._now(_gradients(self._model, self._optimizer)),
             "state": self._state,
         }
@@ -60,12 +62,13 @@ class MemoryByOwner:
         for engine in engines_of(self._optimizer):
             if _same(engine.device, self._device):
                 pipeline = engine.transport.pipeline
-                own = min(pipeline.device_bytes, pipeline.num_slots * pipeline.slot_bytes)
+                own = min(pipeline.device_bytes, pipeline.num_slots * (pipeline.slot_bytes + pipeline.gradient_bytes))
                 ring, window = ring + own, window + pipeline.device_bytes - own
         return ring, window
 
     def _all_weights(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
+        """But for those that live on the host."""
+        yield from (param for param in self._model.parameters() if host_weight_of(param) is None)
         yield from self._model.buffers()
 
     def _now(self, tensors: Iterable[torch.Tensor]) -> Storages:
@@ -78,9 +81,18 @@ def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     return runtime_of(optimizer).engines if isinstance(optimizer, OffloadedOptimizer) else []
 
 
+def _copies(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Layers whose weights live on the host, as far as they are on the device."""
+    hosted = host_weights_of(model)
+    yield from (layer.copy for layer in (hosted.layers if hosted is not None else ()) if layer.copy is not None)
+
+
 def _gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for param in model.parameters():
-        if param.grad is not None and not isinstance(param.grad, DroppedGradient):
+        if isinstance(param.grad, LeftGradient):  # on the host, unless it has returned
+            if param.grad.gradient.here is not None:
+                yield param.grad.gradient.here
+        elif param.grad is not None and not isinstance(param.grad, DroppedGradient):
             yield param.grad
     for engine in engines_of(optimizer):  # of updates that the caller's stream has not waited for
         for pending in list(engine.pending.values()):

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_memory`: whether a run fits this machine, before anything of it is allocated.
 
-The figures are the planner's: a rank's share of the model (`planning/sizes.py`) and the placement of its state
-(`planning/plan.py`). Activations depend on the model's code and come on top.
+The figures are the planner's: a rank's share of the model (`planning/sizes.py`), the placement of its state
+(`planning/plan.py`) and the weights that live on the host (`planning/host_weights.py`). Activations depend on the
+model's code and come on top.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from offstage import ConfigError, HostMemoryError, World
 from offstage.config import Placement, format_size
 from offstage.memory.arena import check_host_memory
 from offstage.memory.claims import Claim
+from offstage.planning.host_weights import hosted_by
 from offstage.planning.plan import host_share, plan_placements, staging_bytes
 from offstage.planning.sizes import param_sizes
 from offstage.train.config import TrainConfig
@@ -34,11 +36,15 @@ class Needs:
     """How many are trained, in this rank's share."""
     dtype: torch.dtype
     weights: int
+    """On the device, with copies of layers that live on the host."""
     gradients: int
     device_state: int
     """State that stays resident, slots and window."""
     host_state: int
     """State that leaves the device, and staging buffers."""
+    host_weights: int = 0
+    host_gradients: int = 0
+    """Of weights that live on the host, unless they are used at once."""
     ranks: int = 1
     """How many there are."""
 
@@ -46,11 +52,29 @@ class Needs:
     def device_bytes(self) -> int:
         return self.weights + self.gradients + self.device_state
 
-    def in_words(self, state: int, *, weights: bool) -> str:
-        """What is trained, and the parts of the sum; without weights and gradients where they are elsewhere."""
-        parts = {"weights": self.weights, "gradients": self.gradients} if weights else {}
-        sizes = ", ".join(f"{format_size(nbytes)} of {name}" for name, nbytes in {**parts, "state": state}.items())
-        also = "; activations come on top" if weights else ""
+    @property
+    def host_bytes(self) -> int:
+        return self.host_weights + self.host_gradients + self.host_state
+
+    def on_device(self) -> str:
+        """What is trained, and the parts of the sum on the device."""
+        parts = {"weights": self.weights, "gradients": self.gradients, "state": self.device_state}
+        return self._in_words(parts, activations=True)
+
+    def on_host(self) -> str:
+        """The same on the host."""
+        parts = {"weights": self.host_weights, "gradients": self.host_gradients} if self.host_weights else {}
+        return self._in_words({**parts, "state": self.host_state}, activations=False)
+
+    def everywhere(self) -> str:
+        """The same on a machine whose device is the host."""
+        weights, gradients = self.weights + self.host_weights, self.gradients + self.host_gradients
+        parts = {"weights": weights, "gradients": gradients, "state": self.device_state + self.host_state}
+        return self._in_words(parts, activations=True)
+
+    def _in_words(self, parts: Mapping[str, int], *, activations: bool) -> str:
+        sizes = ", ".join(f"{format_size(nbytes)} of {name}" for name, nbytes in parts.items())
+        also = "; activations come on top" if activations else ""
         where = f" on one of {self.ranks} ranks" if self.ranks > 1 else ""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"Training {self.parameters:,} parameters in {dtype}{where} ({sizes}{also})"
@@ -79,15 +103,30 @@ def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = N
     share = world.share_of(param_sizes(named, offload))
     plan = plan_placements(share.sizes, offload)
     staging = staging_bytes(plan.slots, plan.slot_bytes, plan.window, plan.bytes_of(Placement.STREAMED))
+    used_at_once = offload.update_in_backward and not config.optimizer.clip and config.data.micro_batches == 1
+    hosted = hosted_by(share.columns, offload, [one is Placement.STREAMED for one in plan.placements])
     return Needs(
         parameters=sum(size.numel for size in share.sizes if size.state_bytes),
         dtype=dtype,
-        weights=share.weight_bytes,
-        gradients=share.gradient_bytes,
+        weights=int(share.weight_bytes - hosted.weights + hosted.copies),
+        gradients=int(share.gradient_bytes - hosted.trained + hosted.gradients),
         device_state=plan.bytes_of(Placement.RESIDENT) + staging,
         host_state=plan.host_bytes,
+        host_weights=int(hosted.weights),
+        host_gradients=0 if used_at_once else int(hosted.trained),
         ranks=parallel.ranks,
     )
+
+
+def check_host_weights(config: TrainConfig, parallel: Parallel) -> None:
+    """Raise if weights cannot live on the host of this run."""
+    if parallel.ranks > 1:
+        config.refuse_divided_weights(f"{parallel.ranks} ranks, which share the weights with FSDP2 or as stages")
+    if config.offload.moves_weights and parallel.device.type == "cpu" and torch.accelerator.is_available():
+        raise ConfigError(
+            f"offload.weights={config.offload.weights!r} brings weights to this machine's accelerator; found "
+            f"run.device={config.run.device!r}. Leave run.device out, or leave offload.weights out."
+        )
 
 
 def check_memory(config: TrainConfig, parallel: Parallel, vocabulary: int | None = None) -> Claim:
@@ -101,14 +140,12 @@ def check_memory(config: TrainConfig, parallel: Parallel, vocabulary: int | None
     on_host = parallel.device.type == "cpu"
     if not on_host:
         _check_device(needs, parallel.device)
-    total = needs.device_bytes + needs.host_state if on_host else needs.host_state
-    state = needs.device_state + needs.host_state if on_host else needs.host_state
     try:
-        check_host_memory(0, None if budget is None else int(budget), already_bytes=needs.host_state)
+        check_host_memory(0, None if budget is None else int(budget), already_bytes=needs.host_bytes)
         return check_host_memory(
-            total,
+            needs.host_bytes + (needs.device_bytes if on_host else 0),
             None,
-            what=needs.in_words(state, weights=on_host),
+            what=needs.everywhere() if on_host else needs.on_host(),
             remedy=_host_remedy(config, needs, on_host=on_host),
         )
     except HostMemoryError as error:
@@ -121,6 +158,8 @@ def _check_device(needs: Needs, device: torch.device) -> None:
     if needs.device_bytes <= free:
         return
     remedies = ["divide it among more devices with torchrun", "choose a smaller model"]
+    if not needs.host_weights and needs.ranks == 1:
+        remedies.insert(0, "keep the layers' weights on the host (offload.weights='host')")
     if needs.device_state > needs.device_bytes - free:
         remedies.insert(
             0, "let more of the state leave the device (a smaller offload.device_budget, no offload.window)"
@@ -128,7 +167,7 @@ def _check_device(needs: Needs, device: torch.device) -> None:
     if needs.dtype == torch.float32:
         remedies.insert(0, "use model.dtype='bfloat16'")
     raise ConfigError(
-        f"{needs.in_words(needs.device_state, weights=True)} needs {format_size(needs.device_bytes)} of device memory; "
+        f"{needs.on_device()} needs {format_size(needs.device_bytes)} of device memory; "
         f"{device} has {format_size(free)} free. To make room, {', or '.join(remedies)}; `offstage plan` shows what "
         "fits."
     )
@@ -142,5 +181,7 @@ def _host_remedy(config: TrainConfig, needs: Needs, *, on_host: bool) -> str:
         remedies.append("use offload.master_weights='split'")
     if not on_host:
         remedies.append("keep more of the state on the device (a lower offload.fraction)")
+    if needs.host_weights and not on_host:
+        remedies.append("keep more weights on the device (a share or a size for offload.weights)")
     remedies += ["choose a smaller model", "free host memory"]
     return f"To make room, {', or '.join(remedies)}; `offstage plan` shows what fits."

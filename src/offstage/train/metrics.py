@@ -125,7 +125,8 @@ class Meter:
         values = self._buffers[step % 2]
         unknown = torch.full((), math.nan, dtype=torch.float32, device=loss.device)
         both = torch.stack([one.detach().double() for one in (loss, unknown if norm is None else norm)])
-        moved = (0, 0) if skipped else self._runtime.last_moved
+        last = self._runtime.last_moved
+        moved = (0, 0) if skipped else (last.up, last.down)
         before = self.flush(queued=not skipped)
         values.copy_(both, non_blocking=True)
         self._underway = _Underway(

@@ -64,19 +64,21 @@ def build(
     vocabulary: int = BYTES,
     sequence: int,
     seed: int = 0,
+    home: torch.device | None = None,
 ) -> LanguageModel:
     """The model that `settings` describe, with its first weights, allocated on `device` without a second copy.
 
     Those in the folder `settings.weights`, or random ones.
 
     On the meta device it has no weights: for planning, and for cutting into stages or shards before `materialize`.
-    `sequence` is the longest input.
+    `sequence` is the longest input. `home`: where it is allocated, if not on `device`: random weights of offstage's own
+    models are made there one by one, with the bits of `device`; those of transformers models are the CPU's.
     """
     if settings.described_by is not None:
         return build_causal_lm(
             settings.described_by,
             weights=settings.weights,
-            device=device,
+            device=device if home is None else home,
             dtype=dtype,
             vocabulary=vocabulary,
             sequence=sequence,
@@ -84,5 +86,5 @@ def build(
         )
     model = Transformer(config_of(settings, vocabulary), device="meta", dtype=dtype)
     if torch.device(device).type != "meta":
-        model.materialize(device, seed)
+        model.materialize(device, seed, home)
     return model

@@ -39,9 +39,9 @@ import torch
 from torch import nn
 
 from offstage import OffstageError
-from offstage.activations.layers import layers_of
 from offstage.activations.offload import lanes_of
 from offstage.lanes.lanes import Lanes
+from offstage.modules import layers_of
 from offstage.train.memory_by_owner import OWNERS, Allocations, MemoryByOwner, engines_of
 from offstage.train.timeline import COMPUTE, CpuUse, DeviceTrace, LaneWatch, Span, Spans, busy_ms, link_use, merged
 

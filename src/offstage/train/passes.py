@@ -201,21 +201,26 @@ def pieces_of(model: LanguageModel, config: TrainConfig, parallel: Parallel) -> 
 def passes_for(config: TrainConfig, parallel: Parallel, vocabulary: int = BYTES) -> Passes:
     """The model of `config` for tokens in ``range(vocabulary)``, divided as `parallel` says, on its device.
 
-    A divided model is made on meta, compiled, sharded, and only then gets weights: each rank allocates only its own.
+    A divided model is made on meta, compiled, sharded, and only then gets weights: each rank allocates only its own. A
+    model of which weights live on the host is made there: `offload()` moves what stays to the device.
     """
     whole = parallel.stages == 1
     late = not whole or parallel.sharded
     device, dtype = torch.device("meta") if late else parallel.device, config.model.dtype_on(parallel.device)
-    model = model_for(config, device=device, dtype=dtype, vocabulary=vocabulary)
+    home = torch.device("cpu") if config.offload.moves_weights else None
+    model = model_for(config, device=device, dtype=dtype, vocabulary=vocabulary, home=home)
     pieces = pieces_of(model, config, parallel)
     for piece in pieces.values():
         if config.model.compile:
             for layer in piece.layers():
-                layer.compile()
+                if home is None:
+                    layer.compile()
+                else:  # without the hooks that send for its weights
+                    layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
         parallel.shard(piece, piece.groups())
         if late:
             piece.materialize(parallel.device, config.run.seed)
-        initialize_adapters(piece, config.run.seed)
+        initialize_adapters(piece, config.run.seed, parallel.device)
     return Whole(model, config.data.micro_batches) if whole else Staged(pieces, parallel, config)
 
 

@@ -17,6 +17,8 @@ import torch
 import offstage
 from offstage import OffloadedOptimizer, OffstageError, Plan, Workload, make_plan, measure_machine
 from offstage.memory.cpus import usable_cpus
+from offstage.optimizer.optimizer import runtime_of
+from offstage.planning.sizes import param_sizes
 from offstage.train.config import TrainConfig
 from offstage.train.metrics import Meter
 from offstage.train.model import BYTES, config_of
@@ -45,6 +47,19 @@ def run_info(
         "tokens_per_step": data.sequence * data.batch * data.micro_batches * parallel.data_ranks,
         "plan": json.loads(optimizer.plan.to_json()),
         "net_saved_bytes": optimizer.plan.net_saved_bytes,
+        "weights": host_weights(optimizer),
+    }
+
+
+def host_weights(optimizer: OffloadedOptimizer) -> dict[str, int] | None:
+    """What of the weights lives on the host, and the most of that on the device; `None` if all are on the device."""
+    weights = runtime_of(optimizer).weights
+    if weights is None:
+        return None
+    return {
+        "host_bytes": weights.host_bytes,
+        "device_bytes": weights.most_device_bytes,
+        "layers": len(weights.layers),
     }
 
 
@@ -90,7 +105,7 @@ def predicted_plan(
     if not placed.slots or forward is None or backward is None:
         return None
     offload, parts = config.offload, config.data.micro_batches
-    overlaps = offload.overlap_forward or offload.update_in_backward
+    overlaps = offload.overlap_forward or offload.update_in_backward or offload.moves_weights
     waited = (meter.exposed_ms(last=False, in_step=False) or 0.0) if overlaps else 0.0
     share = max(0.0, 1.0 - waited / (forward + backward)) / parts
     if offload.update_on == "auto" and offload.host_fraction is None:
@@ -101,10 +116,14 @@ def predicted_plan(
         micro_batches=parts,
         clips=bool(config.optimizer.clip),
     )
+    sizes, model = list(placed.sizes), runtime_of(optimizer).model
+    if offload.moves_weights and model is not None:  # also those that have no state, and which layers they are in
+        by_name = {size.name: size for size in param_sizes(model, offload)}
+        sizes = [*(by_name.pop(size.name) for size in sizes), *by_name.values()]
     try:
-        predicted = make_plan(list(placed.sizes), measure_machine(device), offload, workload=workload)
-        found = {name: getattr(predicted, name) for name in ("prediction", "candidates", "notes")}
-        return dataclasses.replace(placed, **found)
+        predicted = make_plan(sizes, measure_machine(device), offload, workload=workload)
+        known = ("host_weight_bytes", "device_weight_bytes", "prediction", "candidates", "notes")
+        return dataclasses.replace(placed, **{name: getattr(predicted, name) for name in known})
     except (OffstageError, MemoryError, torch.OutOfMemoryError) as error:
         logger.warning("the planner has no prediction for the report: %s", error)
         return None

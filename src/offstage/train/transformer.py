@@ -40,9 +40,9 @@ class Transformer(LanguageModel):
         if device.type != "meta":
             self.materialize(device)
 
-    def materialize(self, device: torch.device | str, seed: int = 0) -> None:
-        self.to_empty(device=device)
-        self.reset_parameters(seed)
+    def materialize(self, device: torch.device | str, seed: int = 0, home: torch.device | None = None) -> None:
+        self.to_empty(device=device if home is None else home)
+        initialize(self, self.config.layers, seed, device)
 
     def reset_parameters(self, seed: int = 0) -> None:
         """Fill in first weights."""

@@ -13,7 +13,12 @@ from offstage.train.tokenizer import encoder_for
 
 
 def model_for(
-    config: TrainConfig, *, device: torch.device | str, dtype: torch.dtype, vocabulary: int | None = None
+    config: TrainConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    vocabulary: int | None = None,
+    home: torch.device | None = None,
 ) -> LanguageModel:
     """As `build` makes it; adapters have no values yet. Without `vocabulary`, the tokenizer of the data is read."""
     model = build(
@@ -23,6 +28,7 @@ def model_for(
         vocabulary=encoder_for(config.data).vocabulary if vocabulary is None else vocabulary,
         sequence=config.data.sequence,
         seed=config.run.seed,
+        home=home,
     )
     add_adapters(model, config.lora)
     return model

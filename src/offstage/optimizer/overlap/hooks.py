@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from offstage.activations.hooks import Hook
+from offstage.modules import Hook
 
 
 class Listener(Protocol):

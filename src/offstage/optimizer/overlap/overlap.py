@@ -5,6 +5,8 @@
   whose module was seen running since the last step: weights that are read in another way are never old ones.
 - `window`: chunks are fetched ahead during backward.
 - `update_in_backward`: a parameter whose gradient is final is updated soon; `BackwardSelection` says which.
+- `weights`: a layer whose weights live on the host is updated while it is on the device. What is not updated in
+  backward waits, with its gradient on the host, for `step()`, or with `overlap_forward` for the next forward.
 
 [Note: the host's time in backward] Autograd's thread calls the hooks and launches backward's own kernels: whatever a
 hook takes, backward may take longer. Giving work to lanes costs tenths of a millisecond, and a model has hundreds of
@@ -15,6 +17,7 @@ in a small model; what is collected when backward ends is left to `step()`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import weakref
@@ -26,15 +29,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from offstage.activations.hooks import running_backward, uses_ddp
-from offstage.activations.host_weights import is_host_weight
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
 from offstage.errors import ConfigError, OffstageError, StepLostError
 from offstage.lanes.lanes import Place
 from offstage.memory.interrupts import deferred_interrupts
+from offstage.modules import is_recomputing, running_backward, uses_ddp
 from offstage.optimizer.iteration import Iteration
 from offstage.optimizer.overlap.hooks import Hooks
+from offstage.optimizer.overlap.leaving import LeavingGradients
+from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.overlap.selection import BackwardSelection
 from offstage.optimizer.overlap.speculation import Speculation
 from offstage.optimizer.overlap.window import Window
@@ -73,6 +77,9 @@ class Owner(Protocol):
 
     def begin_in_backward(self) -> None:
         """The iteration's first update is about to be made."""
+
+    def settle_host_weights(self, params: Sequence[torch.Tensor]) -> None:
+        """Those of `params` that live on the host are about to be read or written there."""
 
     def restart(self, reason: str) -> None:
         """Take back what backward has updated; where that is not possible the step is lost, for `reason`."""
@@ -124,6 +131,7 @@ class Overlap:
         """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
         leaves_some = config.overlap_forward and not self._gathers
         self.selection = BackwardSelection(config, owner.speculation, leaves_some=leaves_some)
+        self._leaving = LeavingGradients(config, self.selection, functools.partial(_places_of, self._owner_ref))
         self._window = Window(config)
         if self._gathers:
             logger.warning(_GATHERS)
@@ -194,17 +202,20 @@ class Overlap:
 
     def _begin_backward(self) -> None:
         """The first gradient that counts: what was learned before takes effect."""
+        self._leaving.begin_backward(self._engines)
         if self._config.update_in_backward and not self._owner.iteration.early:
             self._owner.follow_groups()
             self.selection.measure(self._engines)
 
     def _gradient_ready(self, state: ParamState, engine: Engine) -> None:
-        if engine.pending and engine.round is None:
+        if engine.round is None and (unsettled := engine.unsettled):
             # What no forward has waited for is waited for now: backward may write into the gradients (DDP does).
-            self._unseen.update(pending.param for pending in engine.pending)
-            engine.settle(list(engine.pending), "backward: the last update is done")
+            self._unseen.update(state.param for state in unsettled)
+            engine.settle(unsettled, "backward: the last update is done")
         self._check_waited(state)
         if self._accumulating:
+            if state.hosted is not None:
+                self._leaving.leave(state, engine)
             return
         if state.param in self._owner.iteration.early:
             self._owner.restart(
@@ -216,8 +227,57 @@ class Overlap:
         self._window.in_backward(self._cues_so_far, self._engines)
         if self._is_early(state, engine):
             self._collect(state, engine)
+        elif self._leaving.wants(state):
+            self._leaving.leave(state, engine)
         elif not self._config.update_in_backward:
             engine.fetch_ahead()
+
+    # Weights that live on the host
+
+    def weights_coming(self, params: Sequence[torch.Tensor]) -> None:
+        """A layer's weights are on their way, in forward: updates that were left to it are made."""
+        for engine, states in self._owner.places.by_engine(params):
+            engine.resume(states)
+
+    def weights_needed(self, params: Sequence[torch.Tensor]) -> None:
+        """A layer is about to run."""
+        for engine, states in self._owner.places.by_engine(params):
+            engine.settle(states, "forward: the weights are ready")
+            if running_backward() is not None:
+                for state in states:  # the sums of earlier micro-batches will be needed
+                    if isinstance(state.param.grad, LeftGradient):
+                        state.param.grad.gradient.send_for()
+        if running_backward() is None:
+            self._unseen.difference_update(params)
+
+    def weights_leaving(self, params: Sequence[torch.Tensor]) -> None:
+        """A layer's copy is about to be dropped: what was collected of it begins, and its gradients may go."""
+        self._begin_collected(set(params))
+        for engine, states in self._owner.places.by_engine(params):
+            engine.settle(states, "weights: the updates are done")
+            engine.unbind(states)
+
+    def backward_is_over(self) -> None:
+        """What was collected of layers on the device begins."""
+        self._begin_collected(None)
+
+    def _begin_collected(self, params: set[torch.Tensor] | None) -> None:
+        """Updates that wait for others to begin with do so now: those with one of `params`, or with any on the host."""
+        for (engine, place), collected in list(self._collected.items()):
+            states = list(collected.states)
+            if any(state.hosted is not None if params is None else state.param in params for state in states):
+                del self._collected[engine, place]
+                self._update_now(states, engine)
+
+    def later(self, updates: Sequence[ParamUpdate]) -> set[ParamState]:
+        """Updates that the next forward makes when it sends for their layers."""
+        if not self._config.overlap_forward or self._off:
+            return set()
+        return {
+            update.of
+            for update in updates
+            if update.left is not None and update.of.hosted is not None and update.of.param in self._running
+        }
 
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """The caller's stream waits for the updates of this module's weights, and for nothing else."""
@@ -245,6 +305,7 @@ class Overlap:
             for engine, states in self._owner.places.by_engine(params):
                 if not engine.transport.lanes.capturing():
                     engine.settle(states, "read: the weights are ready")
+            self._owner.settle_host_weights(params)
 
     def before_load(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is loaded: maybe to go on after a step that was lost."""
@@ -254,6 +315,7 @@ class Overlap:
                 if not engine.transport.lanes.capturing():
                     with contextlib.suppress(StepLostError):
                         engine.settle(states, "read: the weights are ready")
+            self._owner.settle_host_weights(params)
 
     def check_between_steps(self) -> None:
         """Raise if some weights are new and some are old: a reader would get a mixture."""
@@ -295,6 +357,7 @@ class Overlap:
         """Between backward and step() some weights are new and some are old."""
         iteration = self._owner.iteration
         if running_backward() is not None:  # checkpointing runs forwards again
+            self._leaving.is_reentrant |= not is_recomputing()
             if any(param in iteration.early for param in params):
                 raise OffstageError(
                     f"Checkpointing ran the forward of {module!r} again after update_in_backward=True had updated it, "
@@ -320,9 +383,12 @@ class Overlap:
 
     def _is_early(self, state: ParamState, engine: Engine) -> bool:
         speculation = self._owner.speculation
-        if state.param not in self.selection.params or not speculation.allows_early or not engine.transport.is_open:
+        chosen = state.param in self.selection.params or self._leaving.trusts()
+        if not chosen or not speculation.allows_early or not engine.transport.is_open:
             return False
         if not has_placed_gradient(state.param):  # ranks decide for themselves what is early: no collective here
+            return False
+        if speculation.clips and state.hosted is not None and state.hosted.spare is None:  # frozen until now
             return False
         # Resident state has no second set; its update costs no transfer and can as well be made in step().
         return state.placement is Placement.STREAMED or not speculation.clips
@@ -348,8 +414,13 @@ class Overlap:
         engine.transport.prepare()
         with engine.transport.lanes.blocking():
             engine.take(updates, speculative=iteration.speculative)
+        left = {
+            update.of: self._leaving.keep_or_leave(update, engine)
+            for update in updates
+            if iteration.speculative and update.of.hosted is not None
+        }
         for update in updates:
-            iteration.add_early(update, self._owner.defaults)
+            iteration.add_early(update, self._owner.defaults, left.get(update.of))
         with engine.transport.lanes.blocking():
             engine.advance(states)
         if not iteration.speculative:
@@ -402,8 +473,7 @@ class Overlap:
         blind = 0
         for state in [*self._owner.iteration.early.values(), *(update.of for update in updates)]:
             # A weight with gaps is updated as a copy and written back when it is settled, which must not be forgotten.
-            # A weight on the host is fetched ahead of its module's forward.
-            seen = state.param in self._running and is_dense(state.local) and not is_host_weight(state.param)
+            seen = state.param in self._running and is_dense(state.local)
             if self._config.overlap_forward and not self._off and not self._gathers and seen:
                 late.add(state)
                 if (gradient := state.param.grad) is not None:
@@ -419,6 +489,7 @@ class Overlap:
         if self._config.update_in_backward:
             self.selection.learn(self._fired, self._engines, with_updates=with_updates)
         self.forget()
+        self._leaving.forget()
         self.bind()
 
     def _report_blind(self, blind: int, late: int) -> None:
@@ -427,7 +498,7 @@ class Overlap:
             self._blind = (
                 f"overlap_forward: step() waits for {blind} of {blind + late} parameters, because the forward of their "
                 "modules was not seen (another module reads their weights, or the model was compiled after offload()), "
-                "or because they have gaps in memory or live on the host"
+                "or because they have gaps in memory"
             )
             logger.warning(self._blind)
 
@@ -437,6 +508,12 @@ class Overlap:
         self._in_flight.clear()
         self._bytes_in_flight = 0
         self._running.clear()
+
+
+def _places_of(owner: weakref.ref[Owner]) -> Places:
+    found = owner()
+    assert found is not None
+    return found.places
 
 
 def _refuse_model(config: OffloadConfig, model: nn.Module | None) -> None:

@@ -83,6 +83,11 @@ class BackwardSelection:
         share = LEFT_TO_STEP if self._leaves_some else 0.0
         return {(engine, placement): share for engine in engines for placement in Placement}
 
+    @property
+    def is_learning(self) -> bool:
+        """No iteration has shown yet which gradients come at once."""
+        return not self._once
+
     def exclude(self, params: Iterable[torch.Tensor]) -> None:
         """Their forward is run again after their gradients are there: an update in between would be seen by it."""
         self._never |= frozenset(params)
@@ -105,10 +110,12 @@ class BackwardSelection:
         left: set[ParamState] = set()
         for engine in engines:
             for placement in (Placement.STREAMED, Placement.HOST):
-                states = engine.arenas.offloaded(self._once, placement)
+                # Weights that live on the host are there now, and forward has the link for itself: all in backward.
+                states = [held for held in engine.arenas.offloaded(self._once, placement) if held.hosted is None]
                 left |= set(_first(states, self._left.get((engine, placement), 0.0)))
             if self._speculation.possible:
-                last = _first(engine.arenas.offloaded(self._once, Placement.STREAMED), OLD_WEIGHTS_ON_HOST)
+                streamed = engine.arenas.offloaded(self._once, Placement.STREAMED)
+                last = _first([held for held in streamed if held.hosted is None], OLD_WEIGHTS_ON_HOST)
                 self._keep_on_host(engines, engine, [held for held in last if held not in left])
         self.params = self._once - {held.param for held in left}
         nbytes = sum(local_of(param).nbytes for param in self.params)

@@ -23,7 +23,10 @@ from offstage.engine.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.lanes.lanes import Lanes
 from offstage.memory.arena import check_host_memory
+from offstage.optimizer.overlap.left_gradient import LeftGradient
+from offstage.rules.rule import ParamState
 from offstage.tensors import local_of, total_norm
+from offstage.weights.host_weights import HostWeights
 
 logger = logging.getLogger("offstage")
 
@@ -51,7 +54,9 @@ class Norm:
         there is an accelerator.
         """
         self._of = gradients
-        self.total = total_norm(params, gradients, norm_type, group)
+        left = {param: one.gradient for param, one in gradients.items() if isinstance(one, LeftGradient)}
+        known = {param: gradient.norm_of_type(norm_type) for param, gradient in left.items()}
+        self.total = total_norm(params, gradients, norm_type, group, known)
         self.max_norm = float(max_norm)
         # Written as in torch.nn.utils.clip_grads_with_norm_, so that "nothing is clipped" means the same.
         self._coefficient = torch.clamp(self.max_norm / (self.total + 1e-6), max=1.0)
@@ -67,7 +72,11 @@ class Norm:
         if not self._applied:
             by_device: dict[torch.device, list[torch.Tensor]] = {}
             for param, gradient in self._of.items():
-                if param.grad is gradient:  # not what the loop has put in its place since
+                if param.grad is not gradient:  # the loop has put something in its place since
+                    continue
+                if isinstance(gradient, LeftGradient):
+                    gradient.gradient.scale(self._coefficient)
+                else:
                     by_device.setdefault(gradient.device, []).append(local_of(gradient))
             for device, gradients in by_device.items():
                 torch._foreach_mul_(gradients, self._coefficient.to(device))
@@ -113,23 +122,39 @@ class Speculation:
         """Whether updates in backward are right at all: at once, or speculatively."""
         return not self.clips or (self.possible and self._pays)
 
-    def arm(self, engines: Sequence[Engine], host_budget: int | None, beside: Mapping[str, int]) -> None:
+    def arm(
+        self,
+        engines: Sequence[Engine],
+        host_budget: int | None,
+        beside: Mapping[str, int],
+        weights: HostWeights | None = None,
+    ) -> None:
         """The loop clips: updates in backward are speculative from now on, if the host has the memory.
 
-        `beside`: what else training takes on the host, by name.
+        `beside`: what else training takes on the host, by name. `weights`: those that live there, which need a second
+        set, too, and room for their gradients.
         """
         self.clips, self.possible, self.impossible = True, False, None
+        training = [state for engine in engines for state in engine.arenas.hosted if _trains(state)]
+        hosted = [state.hosted for state in training if state.hosted is not None]
         need = sum(engine.arenas.streamed_bytes for engine in engines)
+        need += sum(2 * weight.host.nbytes for weight in hosted) - sum(
+            one.transport.gradients.nbytes for one in engines
+        )
         used = sum(engine.transport.host_bytes for engine in engines)
         try:
             with check_host_memory(need, host_budget, already_bytes=used, beside=beside):
                 logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
                 for engine in engines:
                     engine.arenas.add_spare()
+                if weights is not None:
+                    weights.add_spare([state.param for one in engines for state in one.arenas.hosted if _trains(state)])
             self.possible = True
         except (HostMemoryError, MemoryError, OSError) as error:
             for engine in engines:
                 engine.arenas.drop_spare()
+            if weights is not None:
+                weights.drop_spare()
             self.impossible = (
                 "update_in_backward with clipping needs a second copy of the state on the host; without it all updates "
                 f"are made in step(). {error}"
@@ -147,3 +172,8 @@ class Speculation:
                 "made again" if pays else "not worth redoing and are made in step() for now",
             )
         self._pays = pays
+
+
+def _trains(state: ParamState) -> bool:
+    """Whether gradients can come for it: a frozen weight needs no second set."""
+    return state.param.requires_grad or state.param.grad is not None

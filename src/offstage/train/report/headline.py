@@ -55,17 +55,23 @@ def observed_peak(run: Recorded) -> float | None:
 def net_saved_bytes(run: Recorded) -> float | None:
     """All state's bytes, less what state, slots and window take on the device. Below 0, offload took more than it gave.
 
-    From the receipt; of a run without one, as it was planned; of older runs, the plan's bytes less the receipt's.
+    From the receipt; of a run without one, as it was planned; of older runs, the plan's bytes less the receipt's. The
+    same for weights that live on the host, less their copies on the device.
     """
     if not offloads(run):
         return 0.0
     for recorded in (run.receipt.get("net_saved_bytes"), run.run.get("net_saved_bytes")):
         if is_number(recorded):
-            return float(recorded)
+            return float(recorded) + _weights_saved(run)
     on_device = run.receipt.get("device_state_bytes")
     if run.plan is None or not is_number(on_device):
         return None
     return float(sum(size.state_bytes for size in run.plan.sizes) - on_device)
+
+
+def _weights_saved(run: Recorded) -> float:
+    weights = run.run.get("weights") or {}
+    return float(weights.get("host_bytes", 0) - weights.get("device_bytes", 0))
 
 
 def exposed_ms(run: Recorded) -> float | None:
@@ -114,9 +120,8 @@ def _net(run: Recorded, net: float | None, without: float | None) -> Cell | None
         note = "state, slots and window take more of the device than all state would if it were resident"
         return Cell("Net saving", f"−{format_size(-net)}", note, is_bad=True)
     share = f"{net / without:.0%} of the peak without offload: " if without else ""
-    return Cell(
-        "Net saving", format_size(net), f"{share}all state, less what state, slots and window take on the device"
-    )
+    what = "all state and the weights on the host" if run.run.get("weights") else "all state"
+    return Cell("Net saving", format_size(net), f"{share}{what}, less what of it, slots and window take on the device")
 
 
 # Limits #

@@ -195,6 +195,7 @@ _RUN: dict[str, Shape] = {
     "tokens_per_step": whole(),
     "plan": _plan_fields,
     "net_saved_bytes": optional(_SIGNED),
+    "weights": optional(record({"host_bytes": whole(), "device_bytes": whole(), "layers": whole()})),
 }
 """run.json, as `run_info` makes it."""
 _RECEIPT: dict[str, Shape] = {**shapes_of(Receipt), "net_saved_bytes": optional(_SIGNED)}

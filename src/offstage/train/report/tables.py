@@ -28,6 +28,7 @@ def tiles(run: Recorded) -> Rows:
         ("step", _ms(run.usual("step_ms"))),
         ("host, most", _size(run.most("host_rss_bytes"))),
         ("state off the device", _size(run.receipt.get("host_state_bytes"))),
+        ("weights off the device", _size((run.run.get("weights") or {}).get("host_bytes"))),
     ]
     return [(name, value) for name, value in found if value is not None]
 
@@ -42,9 +43,18 @@ def about(run: Recorded) -> Rows:
         ("versions", values.get("versions")),
         ("processes", values.get("world")),
         ("tokens per step", _whole(values.get("tokens_per_step"))),
+        ("weights", _weights(values.get("weights"))),
         ("observed step", run.observed.get("step")),
     ]
     return [(name, _plain(value)) for name, value in found if value not in (None, "", {}, [])]
+
+
+def _weights(weights: Mapping[str, Any] | None) -> str:
+    """Where they live, if some live on the host."""
+    if not weights:
+        return ""
+    host, device = (format_size(weights[name]) for name in ("host_bytes", "device_bytes"))
+    return f"those of {weights['layers']} layers live on the host, {host}; at most {device} of them are on the device"
 
 
 def receipt(run: Recorded) -> Rows:
@@ -79,7 +89,13 @@ def _compared(run: Recorded, plan: Plan) -> list[tuple[str, float | None, float 
     # host weights and gradients down and weights up.
     streamed = plan.bytes_of(Placement.STREAMED)
     weights = sum(s.weight_bytes for s, p in zip(plan.sizes, plan.placements, strict=True) if p is Placement.HOST)
-    up, down = (expected.bytes_up, expected.bytes_down) if expected else (streamed + weights, streamed + 2 * weights)
+    up, down = float(streamed + weights), float(streamed + 2 * weights)
+    on_host = [run.receipt.get("host_state_bytes")]
+    if expected:
+        up, down = expected.bytes_up, expected.bytes_down
+        on_host += [run.receipt.get(name) for name in ("host_weight_bytes", "host_gradient_bytes")]
+    hosted = bool(run.receipt.get("host_weight_bytes"))
+    moves = expected or not hosted  # the plan alone does not know of weights
     return [
         (
             "state on the device",
@@ -88,14 +104,14 @@ def _compared(run: Recorded, plan: Plan) -> list[tuple[str, float | None, float 
             "bytes",
         ),
         (
-            "state and buffers on the host",
+            "state, weights and gradients on the host" if expected and hosted else "state and buffers on the host",
             float(expected.host_bytes if expected else plan.host_bytes),
-            _float(run.receipt.get("host_state_bytes")),
+            float(sum(one for one in on_host if is_number(one))) if is_number(on_host[0]) else None,
             "bytes",
         ),
         ("peak on the device", _float(expected and expected.device_peak_bytes), run.most("device_peak_bytes"), "bytes"),
-        ("to the device, per step", float(up), run.usual("bytes_fetched"), "bytes"),
-        ("to the host, per step", float(down), run.usual("bytes_stored"), "bytes"),
+        ("to the device, per step", up if moves else None, run.usual("bytes_fetched"), "bytes"),
+        ("to the host, per step", down if moves else None, run.usual("bytes_stored"), "bytes"),
         ("updates, waited for", _float(expected and expected.exposed_ms), run.usual("exposed_ms"), "ms"),
         ("step", _float(expected and expected.iteration_ms), run.usual("step_ms"), "ms"),
     ]

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on modules and parameters that keep nothing alive, and those of other code on the tensors that autograd saves.
+"""What offstage asks of a model: its layers, hooks that keep nothing alive, and which backward runs.
 
-Of hooks on saved tensors autograd calls the innermost only, so two offloads on the same tensors would not know of each
-other: all but checkpointing are refused.
+Also what other code has put on the tensors that autograd saves. Of hooks on saved tensors autograd calls the innermost
+only, so two offloads on the same tensors would not know of each other: all but checkpointing are refused.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from offstage.errors import ConfigError
+from offstage.errors import ConfigError, OffstageError
 
 
 class Hook:
@@ -54,6 +54,11 @@ class LayerHook(Hook):
         self._refuse_compiled()
 
 
+def is_ours(hook: Any) -> bool:
+    """Whether a hook is offstage's own."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("offstage.")
+
+
 def running_backward() -> int | None:
     """Which backward runs in this thread: checkpointing runs forwards again in it."""
     task = torch._C._current_graph_task_id()
@@ -74,9 +79,9 @@ def uses_ddp(model: nn.Module | None = None) -> bool:
 
 def _refuse_compiled() -> None:
     raise ConfigError(
-        "A module was compiled together with the hooks that offload_activations() has put on it, where they cannot "
-        "work; expected layers to be compiled one by one, and before. Use model.layers[i] = torch.compile(model."
-        "layers[i]) for each, then offload_activations(model)."
+        "A module was compiled together with the hooks that offload_activations() or offload(weights=...) has put on "
+        "it, where they cannot work; expected layers to be compiled one by one, and before. Use model.layers[i] = "
+        "torch.compile(model.layers[i]) for each, then offload_activations(model), or offload(optimizer, model)."
     )
 
 
@@ -109,6 +114,17 @@ class Recomputing:
             self._layer.forward = self._forward  # type: ignore[method-assign]
         else:
             del self._layer.forward
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether any code is told of the tensors that autograd saves now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_recomputing() -> bool:
+    """Whether checkpointing that is not reentrant runs a forward again: autograd's graph is that of the first run."""
+    name = _top_hooks(object())
+    return name is not None and _is_checkpoint(name)
 
 
 def is_recomputed(ours: object) -> bool:
@@ -146,3 +162,71 @@ def _other_hooks(name: str, where: str) -> ConfigError:
         "offload_activations(); expected one of the two. Take off save_on_cpu() or the other library's offload, or "
         "leave out offload_activations()."
     )
+
+
+# What autograd keeps #
+
+
+class Stayed:
+    """A tensor that autograd keeps on the device: a parameter, a small one, one of a kind that cannot be copied.
+
+    Without its graph: an output that an operation saves would keep that operation, and so itself, alive.
+    """
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version  # `detach` shares the version counter
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor as it was saved. Autograd does not compare versions where there are hooks."""
+        check_unchanged(self._tensor, self._version)
+        return self._tensor
+
+
+def check_unchanged(seen: torch.Tensor, version: int) -> None:
+    if seen._version != version:
+        raise OffstageError(
+            f"A tensor of shape {tuple(seen.shape)} that backward needs was changed in place after it was saved "
+            f"(version {seen._version}, expected {version}). Autograd alone would refuse it, too, in "
+            "backward. Use an operation that makes a new tensor; call backward before the optimizer's step."
+        )
+
+
+# Layers #
+
+
+def layers_of(model: nn.Module, layers: Any) -> list[nn.Module]:
+    """The model's layers: those given, or the children of its longest `ModuleList` with most of the parameters."""
+    if isinstance(layers, Sequence) and not isinstance(layers, str):
+        known = set(model.modules())
+        for layer in layers:
+            if layer not in known:
+                raise ConfigError(
+                    f"layers names a {type(layer).__name__} that is not part of the model; expected modules of the "
+                    f"{type(model).__name__} given. Pass them as list(model.layers)."
+                )
+        return list(layers)
+    lists = _module_lists(model)
+    if not lists or not any(len(one) for one in lists):
+        raise ConfigError(
+            f"{type(model).__name__} has no ModuleList whose children could be its layers; expected one. Name them "
+            "yourself, as in offload_activations(model, layers=[...])."
+        )
+    # Not the experts of one layer, though there may be more of them than layers; nor a list around all layers.
+    most = max(size_of(one) for one in lists)
+    return list(max((one for one in lists if 2 * size_of(one) >= most), key=len))
+
+
+def size_of(module: nn.Module) -> int:
+    """The number of its parameters' elements."""
+    return sum(param.numel() for param in module.parameters())
+
+
+def num_layers_of(model: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """How many layers the model has, where some of them may have been named."""
+    return max([len(layers), *(len(one) for one in _module_lists(model) if set(one) & set(layers))])
+
+
+def _module_lists(model: nn.Module) -> list[nn.ModuleList | nn.Sequential]:
+    return [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that left the device in backward and wait on the host for the update that needs them.
+
+A `HostGradient` is one parameter's. It leaves when autograd has made it. An update of a chunk fetches its part of it
+into the chunk's slot, scaled by what clipping has found meanwhile; or the whole of it returns, to be added to the
+gradient of the next micro-batch.
+
+| buffer | written by | read by | separated by |
+|---|---|---|---|
+| gradient on the device | the caller | store | a mark when it is made; its memory is used again behind `stored` |
+| host gradient | store, other code | fetch, return, other code | `stored`; the next store waits for `read` |
+| gradient that returned | return | the caller | a mark when it is allocated, `returned` |
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+
+from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
+from offstage.memory.arena import Arena
+from offstage.rules.rule import ParamState
+from offstage.tensors import norm_of
+
+_orders = itertools.count(1)
+_MOST_LEAVING = 4
+"""Gradients whose device memory is kept until they have left, before the caller's stream waits for the oldest."""
+
+
+class HostGradient:
+    """One parameter's gradient, flat, in the parameter's memory order."""
+
+    def __init__(
+        self, name: str, numel: int, dtype: torch.dtype, device: torch.device, lanes: Lanes, pin: bool
+    ) -> None:
+        self.name, self.device, self.dtype = name, device, dtype
+        self.norm: torch.Tensor | None = None
+        """Its 2-norm, as torch would compute it; `None` where other code may have written it since."""
+        self.scales: list[torch.Tensor] = []
+        """What clipping has found: factors by which it is still to be scaled, one after the other."""
+        self.here: torch.Tensor | None = None
+        """It has returned: the tensor on the device, newer than what is on the host."""
+        self.bytes_returned = 0
+        self.stored: Mark = None
+        self.order = 0
+        """Stores follow each other on one lane: waiting for a larger number waits for this one."""
+        self.read: Mark = None
+        """Behind the last copy from the host's memory."""
+        self._lanes = lanes
+        self._arena = Arena(numel, dtype, device, pin=pin)
+        self._leaving: torch.Tensor | None = None
+        self._updating = False
+        self._kept: torch.Tensor | None = None
+        self._returned: Mark = None
+
+    @property
+    def nbytes(self) -> int:
+        return self._arena.nbytes
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The host's memory, for lanes."""
+        return self._arena.flat
+
+    def leave(self, grad: torch.Tensor, norm: torch.Tensor | None = None, *, updating: bool = False) -> None:
+        """Copy `grad`, which the caller's stream has made, to the host. `norm`: its 2-norm.
+
+        `updating`: an update reads it, too, and keeps it.
+        """
+        lanes = self._lanes
+        self.norm, self.scales, self.here, self._leaving = norm, [], None, grad
+        self._updating = updating
+        lanes.touch(reads=[grad] if updating else (), writes=() if updating else [grad])
+        self.order = next(_orders)
+        self.stored = lanes.submit(
+            Lane.STORE,
+            copy_work([(self.flat, grad)]),
+            after={
+                "gradient: it is made": lanes.mark(),
+                "gradient: its last use on the host is over": self.read,
+            },
+            reads=[grad],
+            writes=[self.flat],
+        )
+
+    def keep(self, grad: torch.Tensor, norm: torch.Tensor) -> None:
+        """It stays on the device, where an update reads it, too."""
+        self.norm, self.scales, self.here, self._returned, self._kept = norm, [], grad, None, grad
+
+    def let_go_of_kept(self) -> None:
+        """What was kept on the device is not needed, unless it has left since."""
+        if self._kept is not None and self.here is self._kept:
+            self.here = None
+        self._kept = None
+
+    def let_go(self) -> None:
+        """Its device memory may be used for something else, behind the copy."""
+        if self._leaving is not None:
+            self._lanes.wait(self.stored, "gradient: it has left")
+            if not self._updating:
+                self._lanes.touch(writes=[self._leaving])
+            self._leaving = None
+
+    def send_for(self) -> None:
+        """It will be needed on the device: for the sum with the next micro-batch's."""
+        if self.here is not None:
+            return
+        lanes = self._lanes
+        self.here = torch.empty(self.flat.numel(), dtype=self.dtype, device=self.device)
+        lanes.touch(writes=[self.here])
+        self.bytes_returned += self.nbytes
+        self.read = self._returned = lanes.submit(
+            Lane.WEIGHTS_UP,
+            copy_work([(self.here, self.flat)]),
+            after={
+                "gradient: the memory is free": lanes.mark(),
+                "gradient: it is on the host": self.stored,
+            },
+            reads=[self.flat],
+            writes=[self.here],
+        )
+
+    def on_device(self) -> torch.Tensor:
+        """The tensor that has returned, after the caller's stream has waited for it, scaled as clipping wants it."""
+        self.send_for()
+        assert self.here is not None
+        if self._returned is not None:
+            self._lanes.wait(self._returned, "gradient: it has returned")
+            self._returned = None
+        self._lanes.touch(writes=[self.here])
+        for factor in self.scales:
+            torch._foreach_mul_([self.here], factor)
+        self.scales = []
+        return self.here
+
+    def forget_here(self) -> None:
+        """What has returned was used, and the caller's stream has waited for that."""
+        assert self.here is not None
+        self._lanes.touch(writes=[self.here])
+        self.here = None
+
+    def take_here(self) -> torch.Tensor | None:
+        """What has returned, as the gradient that is used from now on: what is on the host is old."""
+        here, self.here = (self.on_device() if self.here is not None else None), None
+        return here
+
+    def norm_of_type(self, norm_type: float) -> torch.Tensor:
+        """Its norm, known since it left, or computed on the device."""
+        if self.norm is not None and norm_type == 2.0:
+            norm = self.norm
+        else:
+            is_on_host = self.here is None and not self.scales
+            norm = norm_of(self.on_device(), norm_type)
+            if is_on_host:
+                self.here = None
+        return norm
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Clipping has found this: it is applied where the gradient is used next."""
+        self.norm = None
+        if self.here is not None:
+            torch._foreach_mul_([self.on_device()], factor)
+        else:
+            self.scales.append(factor)
+
+    def leave_again(self) -> None:
+        """What was added or scaled on the device since it returned is on the host, too."""
+        if self.here is not None:
+            self.leave(self.on_device())
+
+    def on_host(self) -> torch.Tensor:
+        """The host's memory, complete, for other code to read and write: the host waits."""
+        if self.scales:
+            self.on_device()
+        self.leave_again()
+        self._lanes.wait_on_host(self.stored, "gradient: the host reads it")
+        if self.read is not None:
+            self._lanes.wait_on_host(self.read, "gradient: the host may write it")
+        self.let_go()
+        self._lanes.touch_on_host(writes=[self.flat])
+        self.norm = None
+        return self._arena.tensor(0, self.flat.numel())
+
+    def set(self, grad: torch.Tensor) -> None:
+        """A gradient that other code has assigned."""
+        self.forget()
+        for mark, reason in (
+            (self.stored, "gradient: the host reads it"),
+            (self.read, "gradient: the host may write it"),
+        ):
+            if mark is not None:
+                self._lanes.wait_on_host(mark, reason)
+        self._lanes.touch_on_host(writes=[self.flat])
+        self.flat.copy_(grad)
+        self.norm, self.scales, self.stored = None, [], None
+
+    def forget(self) -> None:
+        """It is not needed."""
+        self.let_go()
+        if self._returned is not None:
+            self._lanes.wait(self._returned, "gradient: it has returned")
+            assert self.here is not None
+            self._lanes.touch(writes=[self.here])
+        self.here = self._returned = None
+        self.scales = []
+
+    def close(self) -> None:
+        """Nothing is under way."""
+        self._arena.close()
+
+
+class HostGradients:
+    """One device's gradients on the host. Their memory is kept for the next iteration until it is given back."""
+
+    def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self.bytes_left = 0
+        """That have left so far."""
+        self._returned_before = 0
+        self._used: set[ParamState] = set()
+        """Whose gradients have left in this iteration."""
+        self._device, self._pin = device, pin
+        self._of: dict[ParamState, HostGradient] = {}
+        self._leaving: deque[HostGradient] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(gradient.nbytes for gradient in self._of.values())
+
+    @property
+    def bytes_returned(self) -> int:
+        """Whole gradients that have come back so far."""
+        return self._returned_before + sum(gradient.bytes_returned for gradient in self._of.values())
+
+    def of(self, state: ParamState, lanes: Lanes) -> HostGradient:
+        """Room for the gradient of `state`."""
+        self._used.add(state)
+        if state not in self._of:
+            local = state.local
+            self._of[state] = HostGradient(state.name, local.numel(), local.dtype, self._device, lanes, self._pin)
+        return self._of[state]
+
+    def leave(
+        self, state: ParamState, grad: torch.Tensor, norm: torch.Tensor, lanes: Lanes, *, updating: bool = False
+    ) -> HostGradient:
+        """`grad`, flat, leaves for the host. `norm`: its 2-norm. `updating`: an update reads it, too, and keeps it."""
+        gradient = self.of(state, lanes)
+        gradient.leave(grad, norm, updating=updating)
+        self.bytes_left += grad.nbytes
+        self._leaving.append(gradient)
+        while len(self._leaving) > _MOST_LEAVING:
+            self._leaving.popleft().let_go()
+        return gradient
+
+    @property
+    def is_larger_than_used(self) -> bool:
+        """Whether there is memory for gradients that did not leave in this iteration."""
+        return len(self._used) < len(self._of)
+
+    def next_iteration(self) -> None:
+        """A step is made: what was kept on the device for it may go."""
+        self._used.clear()
+        for gradient in self._of.values():
+            gradient.let_go_of_kept()
+
+    def drop_unused(self) -> None:
+        """Give back memory of gradients that did not leave in this iteration. The lanes have been drained."""
+        self.drop(self._of.keys() - self._used)
+
+    def let_go_of(self, state: ParamState) -> None:
+        if state in self._of:
+            self._of[state].let_go()
+
+    def let_go(self) -> None:
+        """Device memory of all that are leaving goes back behind their copies."""
+        while self._leaving:
+            self._leaving.popleft().let_go()
+
+    def drop(self, states: Iterable[ParamState] | None = None) -> None:
+        """Give host memory back. The lanes have been drained."""
+        self.let_go()
+        for state in list(self._of if states is None else states):
+            if (gradient := self._of.pop(state, None)) is not None:
+                self._used.discard(state)
+                self._returned_before += gradient.bytes_returned
+                gradient.forget()
+                gradient.close()

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LeavingGradients`: which gradients go to the host in backward, because they are not used at once.
+
+Those of weights that live there, always. Beside weights on the device those of the first iteration of
+`update_in_backward`, which learns which gradients are final by keeping them: so that it is no larger than the others.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from offstage.config import OffloadConfig, Placement
+from offstage.engine.engine import Engine
+from offstage.errors import ConfigError, HostMemoryError
+from offstage.memory.arena import check_host_memory
+from offstage.optimizer.checks import check_grad
+from offstage.optimizer.overlap.left_gradient import LeftGradient
+from offstage.optimizer.overlap.selection import BackwardSelection
+from offstage.optimizer.places import Places
+from offstage.rules.rule import ParamState, ParamUpdate
+from offstage.tensors import flat_like, norm_of
+
+logger = logging.getLogger("offstage")
+
+LEAST_LEAVING = 64 * 1024
+"""Bytes of a gradient of resident state that leaves the device."""
+
+
+class Wait(enum.Enum):
+    """Where gradients of the first iteration, which is made in `step()`, wait for it; and what to say of that."""
+
+    HOST = "The first iteration's gradients wait on the host"
+    DEVICE = "The first iteration keeps all gradients on the device"
+    NOWHERE = (
+        "The first iteration updates with each gradient as it comes, because neither memory has room for all of them. "
+        "Put the backward of every micro-batch but the last under optimizer.accumulate(), and use "
+        "update_in_backward=False if the loop clips"
+    )
+
+
+class LeavingGradients:
+    """The gradients of one optimizer that leave in backward."""
+
+    def __init__(self, config: OffloadConfig, selection: BackwardSelection, places: Callable[[], Places]) -> None:
+        """`places`: those of now."""
+        self.is_reentrant = False
+        """Checkpointing was seen that brings gradients in parts."""
+        self._config, self._selection, self._places = config, selection, places
+        self._wait: Wait | None = None
+        self._left: dict[torch.Tensor, LeftGradient] = {}
+        self._allocated: int | None = None
+        """On the device when backward began."""
+        self._gradient_bytes = self._kept_bytes = 0
+        """Of speculative updates in this backward; and what of them stays on the device."""
+
+    def begin_backward(self, engines: Sequence[Engine]) -> None:
+        """The first gradient that counts is there."""
+        self._allocated = next((engine.transport.lanes.allocated_bytes() for engine in engines), None)
+        self._gradient_bytes = self._kept_bytes = 0
+
+    def forget(self) -> None:
+        """A step is made."""
+        self._left.clear()
+
+    # The first iteration
+
+    @property
+    def _is_learning(self) -> bool:
+        return self._config.update_in_backward and self._selection.is_learning
+
+    def wants(self, state: ParamState) -> bool:
+        """Whether the gradient of `state`, which is not used at once, goes to the host."""
+        if state.hosted is not None:
+            return True
+        plain = state.local is state.param and type(state.param.grad) in (torch.Tensor, LeftGradient)
+        return self._is_learning and plain and _may_leave(state) and self.where_they_wait() is Wait.HOST
+
+    def trusts(self) -> bool:
+        """Whether gradients of the first iteration are taken to be final as they come: neither memory can keep them.
+
+        They are final, unless a backward is run again or checkpointing is reentrant, and then an error says so.
+        """
+        return self._is_learning and not self.is_reentrant and self.where_they_wait() is Wait.NOWHERE
+
+    def where_they_wait(self) -> Wait:
+        """Where the gradients of the iteration that learns can wait for `step()`; decided once."""
+        if self._wait is None:
+            places = self._places()
+            engines = list(places.engines.values())
+            need = sum(state.local.nbytes for state in places.states.values() if _may_leave(state))
+            free = sum(engine.transport.lanes.free_bytes() for engine in engines)
+            budget = None if self._config.host_budget is None else int(self._config.host_budget)
+            used = sum(engine.transport.host_bytes for engine in engines)
+            try:
+                with check_host_memory(need, budget, already_bytes=used):
+                    self._wait = Wait.HOST
+            except HostMemoryError as error:
+                self._wait = Wait.DEVICE if not free or need <= free else Wait.NOWHERE  # 0: it is not known
+                logger.warning("%s: %s", self._wait.value, error)
+        return self._wait
+
+    # Leaving
+
+    def leave(self, state: ParamState, engine: Engine) -> None:
+        """The gradient goes to the host, and its device memory back, behind the copy."""
+        grad, local = state.param.grad, state.local
+        assert grad is not None
+        returned = grad.gradient.take_here() if isinstance(grad, LeftGradient) else None
+        if isinstance(grad, LeftGradient) and returned is None:  # it is there already
+            return
+        if returned is None:
+            check_grad(state.device, grad, state.name)
+        if grad.dtype != local.dtype:
+            if state.hosted is not None:
+                raise ConfigError(
+                    f"The gradient of {state.name!r}, which lives on the host, is {grad.dtype}; expected "
+                    f"{local.dtype}, as the weight. Leave out grad_dtype, or keep the weights on the device."
+                )
+            return
+        flat = flat_like(grad, local) if returned is None else returned
+        left = _left(state, engine, flat, norm_of(flat if returned is not None else grad, 2.0))
+        # Autograd refers to what it adds to: another thread that removes it from `.grad` must not free it meanwhile.
+        state.param.grad = self._left[state.param] = left
+
+    def keep_or_leave(self, update: ParamUpdate, engine: Engine) -> LeftGradient:
+        """The gradient of a speculative update, while clipping may need it: on the host, or where activations were."""
+        norm = norm_of(update.grad, 2.0)
+        self._gradient_bytes += update.grad.nbytes
+        if self._is_room_for(update.grad, engine):
+            gradient = engine.transport.gradients.of(update.of, engine.transport.lanes)
+            gradient.keep(update.grad, norm)
+            return LeftGradient(update.of.param, gradient, stays_on_host=True)
+        return _left(update.of, engine, update.grad, norm, updating=True)
+
+    def _is_room_for(self, grad: torch.Tensor, engine: Engine) -> bool:
+        """Whether a gradient can stay in memory that backward has freed: then it is not larger than at its start."""
+        now = engine.transport.lanes.allocated_bytes()
+        if now is None or self._allocated is None:  # not counted here: assume half of what came so far
+            is_room = 2 * (self._kept_bytes + grad.nbytes) <= self._gradient_bytes
+        else:
+            is_room = now + 2 * grad.nbytes <= self._allocated
+        self._kept_bytes += grad.nbytes if is_room else 0
+        return is_room
+
+
+def _left(
+    state: ParamState, engine: Engine, flat: torch.Tensor, norm: torch.Tensor, *, updating: bool = False
+) -> LeftGradient:
+    transport = engine.transport
+    gradient = transport.gradients.leave(state, flat, norm, transport.lanes, updating=updating)
+    return LeftGradient(state.param, gradient, stays_on_host=state.hosted is not None)
+
+
+def _may_leave(state: ParamState) -> bool:
+    """Whether its gradient is worth a trip to the host: those of updates by the CPU go there anyway."""
+    large = state.local.nbytes >= LEAST_LEAVING or state.placement is Placement.STREAMED
+    return large and state.placement is not Placement.HOST and state.param.requires_grad

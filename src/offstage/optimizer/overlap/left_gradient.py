@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LeftGradient`: what `p.grad` is while the gradient is on the host. Other code can use it as the gradient itself.
+
+Autograd adds the next micro-batch's gradient to it on the device, where it returns for that. Torch's clipping asks for
+its norm, which is known, and scales it, which is done when it is used. Any other use waits for it: beside a weight that
+lives on the host it is a host tensor; beside one on the device it returns there, and stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from offstage.engine.gradients import HostGradient
+from offstage.tensors import as_param
+
+
+class LeftGradient(torch.Tensor):
+    """A tensor of the gradient's shape whose data are elsewhere."""
+
+    gradient: HostGradient
+    stays_on_host: bool
+    like: torch.Tensor
+    """In the parameter's shape and memory order, without data."""
+
+    def __new__(cls, param: torch.Tensor, gradient: HostGradient, *, stays_on_host: bool) -> LeftGradient:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, param.shape, strides=param.stride(), dtype=gradient.dtype, device=param.device
+        )
+        made.gradient, made.stays_on_host = gradient, stays_on_host
+        made.like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _data_for(self, *, on_device: bool) -> torch.Tensor:
+        """The gradient itself, for any use; `on_device`: beside tensors that are there."""
+        flat = self.gradient.on_device() if on_device or not self.stays_on_host else self.gradient.on_host()
+        self.gradient.norm = None
+        return as_param(flat, self.like)
+
+    def _add(self, other: torch.Tensor, alpha: Any) -> None:
+        """Autograd accumulates: on the device, with the one rounding that an addition in place has."""
+        as_param(self.gradient.on_device(), self.like).add_(other, alpha=alpha)
+        self.gradient.norm = None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first, other = args[0], args[1] if len(args) > 1 else None
+        if func is torch.ops.aten.linalg_vector_norm.default and len(args) == 2 and not kwargs:
+            return first.gradient.norm_of_type(float(args[1])).to(first.device)
+        if isinstance(first, cls) and type(other) is torch.Tensor:
+            if func is torch.ops.aten.add_.Tensor and other.device == first.gradient.device:
+                first._add(other, kwargs.get("alpha", 1))
+                return first
+            if func is torch.ops.aten.mul_.Tensor and other.dim() == 0:
+                first.gradient.scale(other.to(first.gradient.device, non_blocking=True))
+                return first
+        leaves = tree_leaves((args, kwargs))
+        devices = {one.device for one in leaves if type(one) is torch.Tensor and one.dim()}
+        values: dict[int, tuple[torch.Tensor, LeftGradient]] = {}
+
+        def unwrapped(one: LeftGradient) -> torch.Tensor:
+            found = one._data_for(on_device=one.gradient.device in devices)
+            values[id(found)] = found, one
+            return found
+
+        result = func(*tree_map_only(cls, unwrapped, args), **tree_map_only(cls, unwrapped, kwargs))
+        # An operation in place returns its first argument.
+        return tree_map_only(torch.Tensor, lambda one: values[id(one)][1] if id(one) in values else one, result)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"LeftGradient({self.gradient.name!r})"

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that live on the host: which layers' these are, what they take, and what their trips cost. Pure arithmetic.
+
+A layer's weights come to the device for its forward and again for its backward. Its update needs its state there too,
+and after it both go to the host: in backward, or, with the gradients that had left, in `step()` or under the next
+forward. Each phase takes as long as its compute or as its copies take, whichever is longer. docs/internals/planner.md
+derives the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from offstage.config import OffloadConfig, format_size
+from offstage.errors import ConfigError
+from offstage.planning.predict import (
+    HOST_MS_PER_CHUNK,
+    LINK_IN_BACKWARD,
+    Load,
+    Rates,
+    Shares,
+    Times,
+    Totals,
+    Workload,
+    launches_delayed_ms,
+)
+from offstage.planning.sizes import NO_LAYER, Columns, Mask, Numbers, total
+
+LAYERS_ON_DEVICE = 4
+"""Layers whose weights are on the device at once: the one that runs, the next one, and two that backward has left and
+whose updates are under way."""
+_LAYERS_WITH_GRADIENTS = 3
+"""Layers whose gradients are on the device at once: the one that backward is in, and the two that it has left."""
+_LAYERS_KEPT = 2
+"""Layers whose weights wait on the device: the last ones between forward and backward, and the first ones between
+backward and what follows."""
+_GRADIENTS_KEPT = 0.5
+"""With clipping and a second set: share of their gradients that stays on the device, where activations were."""
+
+
+# Which #
+
+
+def may_leave(columns: Columns, config: OffloadConfig) -> Mask:
+    """The parameters whose weights `config` lets live on the host: those of whole layers, the last ones first.
+
+    They do if their state streams, or if they have none. The first layers stay: backward updates them last, and the
+    next forward needs them first.
+    """
+    weights = columns.weight_bytes
+    candidates = (columns.layer != NO_LAYER) & (weights >= max(1, int(config.min_bytes)))
+    numbers, layer_bytes = _by_layer(columns, candidates, weights)
+    if not len(numbers):
+        raise ConfigError(
+            f"weights={config.weights!r} expects layers with weights of at least min_bytes="
+            f"{format_size(int(config.min_bytes))}, in a ModuleList or with numbers in their names, as in "
+            "'layers.0.weight'; found none. Lower min_bytes, name the layers, or leave weights out."
+        )
+    stays = _may_stay(int(weights.sum()), layer_bytes, config)
+    leaving = []
+    for number, nbytes in zip(numbers.tolist(), layer_bytes.tolist(), strict=True):
+        if stays >= nbytes:
+            stays -= nbytes
+        else:
+            stays = 0
+            leaving.append(number)
+    found: Mask = candidates & np.isin(columns.layer, leaving)
+    return found
+
+
+def _by_layer(columns: Columns, which: Mask, numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """The layers of the parameters that `which` selects, and the sum of their `numbers`."""
+    layers, positions = np.unique(columns.layer[which], return_inverse=True)
+    sums = np.zeros(len(layers), dtype=np.int64)
+    np.add.at(sums, positions, numbers[which])
+    return layers, sums
+
+
+def _may_stay(everything: int, layer_bytes: Numbers, config: OffloadConfig) -> int:
+    """Bytes of the layers' weights that may stay on the device."""
+    of_layers = int(layer_bytes.sum())
+    if config.weights == "host":
+        return 0
+    if isinstance(config.weights, float):
+        return int((1.0 - config.weights) * of_layers)
+    budget = int(config.weights)
+    if everything <= budget:
+        return of_layers
+    need = everything - of_layers + LAYERS_ON_DEVICE * int(layer_bytes.max())
+    if need > budget:
+        raise ConfigError(
+            f"weights={format_size(budget)} cannot hold what is not in the model's layers, "
+            f"{format_size(everything - of_layers)}, and {LAYERS_ON_DEVICE} layers of "
+            f"{format_size(int(layer_bytes.max()))} that are on their way. Raise it to {format_size(need, up=True)}."
+        )
+    return budget - need
+
+
+# How much #
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """The weights on the host, in bytes."""
+
+    weights: float = 0.0
+    trained: float = 0.0
+    """Of those that get gradients, which are as large."""
+    state: float = 0.0
+    """Of their state."""
+    largest: float = 0.0
+    """Weights of the largest layer."""
+    layers: float = 1.0
+    """How many layers the model has, on the host or not."""
+
+    @classmethod
+    def of(cls, columns: Columns, hosted: Mask) -> Hosted:
+        """`hosted`: which of `columns` live there."""
+        trained = hosted & (columns.state_bytes > 0)
+        _, layer_bytes = _by_layer(columns, hosted, columns.weight_bytes)
+        return cls(
+            weights=total(columns.weight_bytes, hosted),
+            trained=total(columns.weight_bytes, trained),
+            state=total(columns.state_bytes, trained),
+            largest=int(layer_bytes.max(initial=0)),
+            layers=max(1, len(np.unique(columns.layer[columns.layer != NO_LAYER]))),
+        )
+
+    def towards(self, other: Hosted, share: float) -> Hosted:
+        """`share` of the way to `other`."""
+        return Hosted(*((1.0 - share) * a + share * b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def copies(self) -> float:
+        """The most of them on the device."""
+        return min(self.weights, LAYERS_ON_DEVICE * self.largest)
+
+    @property
+    def gradients(self) -> float:
+        """The most of their gradients on the device."""
+        return min(self.trained, _LAYERS_WITH_GRADIENTS * self.largest)
+
+    @property
+    def first_gradients(self) -> float:
+        """Those on the device when the activations are largest."""
+        return min(self.trained, self.largest)
+
+    def room_in_slot(self, slot_bytes: float) -> float:
+        """What a slot of `slot_bytes` of state has besides: room for the gradients that come back with it."""
+        return slot_bytes * self.trained / self.state if self.state else 0.0
+
+    def host_bytes(self, config: OffloadConfig, *, clips: bool, micro_batches: int) -> float:
+        """Host memory beside their state: weights, gradients that leave, and a second set."""
+        used_at_once = config.update_in_backward and not clips and micro_batches == 1
+        second = self.trained if config.update_in_backward and clips else 0.0
+        return self.weights + (0.0 if used_at_once else self.trained) + second
+
+
+NO_WEIGHTS = Hosted()
+"""All of them are on the device."""
+
+
+def hosted_by(columns: Columns, config: OffloadConfig, streamed: Sequence[bool] | Mask) -> Hosted:
+    """The weights that `config` moves. `streamed`: whose state streams; what has no state can leave, too."""
+    if not config.moves_weights:
+        return NO_WEIGHTS
+    leaves = np.asarray(streamed, dtype=bool) | (columns.state_bytes == 0)
+    return Hosted.of(columns, may_leave(columns, config) & leaves)
+
+
+# What it costs #
+
+
+def _load(up: float, down: float) -> Load:
+    return Load(up=up, down=down, dram=up + down)
+
+
+class _Trips:
+    """Loads of the link: each is one pass over all hosted layers."""
+
+    def __init__(self, hosted: Hosted, streamed: float, rates: Rates) -> None:
+        """`streamed`: state that is fetched and stored, also that of weights that stay."""
+        self.fetch = _load(hosted.weights, 0.0)
+        """Weights come for a forward."""
+        self.again = _load(max(0.0, hosted.weights - _LAYERS_KEPT * hosted.largest), 0.0)
+        """They come again, but for those that are still there."""
+        self.leave = _load(0.0, hosted.trained)
+        """Gradients leave."""
+        self.back = _load(hosted.trained, 0.0)
+        """They come back."""
+        self.update = _load(streamed, streamed + hosted.trained)
+        """State comes, and leaves with the new weights."""
+        state = hosted.largest * hosted.state / hosted.trained if hosted.trained else 0.0
+        self.layer_ms = _load(state, state + hosted.largest).ms(rates)
+        """One layer's update."""
+
+
+def exposed_with_weights(
+    totals: Totals, shares: Shares, hosted: Hosted, rates: Rates, config: OffloadConfig, workload: Workload
+) -> Times:
+    """`predict.exposed` for a plan with weights on the host, where the CPU updates nothing."""
+    in_backward, under_forward = config.update_in_backward, config.overlap_forward
+    speculates = in_backward and workload.clips
+    streamed = totals.state * (1.0 - shares.resident) * (1.0 if speculates else totals.moved)
+    trips = _Trips(hosted, streamed, rates)
+    device_ms = totals.update_bytes * totals.moved / rates.device
+    late = device_ms * shares.resident if not in_backward or speculates else 0.0
+
+    backwards = list(_backwards(trips, workload.micro_batches, in_backward=in_backward, speculates=speculates))
+    late += sum(_late(load.ms(rates), workload.backward_ms, 0.0, hosted) for load in backwards[:-1])
+    share = LINK_IN_BACKWARD if in_backward else 1.0
+    end_ms = trips.layer_ms if in_backward and not under_forward else 0.0  # the last update, for which step() waits
+    late += _late(backwards[-1].ms(rates) / share, workload.backward_ms, end_ms, hosted)
+
+    # Behind a backward the first layers are still there, unless step() has waited for everything in between.
+    forwards = [(trips.fetch, hosted.largest / rates.up), *[(trips.again, 0.0)] * (workload.micro_batches - 1)]
+    work, later = Load(), trips.again + trips.update + trips.back
+    if under_forward:
+        forwards[0] = (trips.again, 0.0) if in_backward else (later, trips.layer_ms)
+    elif not in_backward:
+        work = later
+        late += later.ms(rates)  # in step()
+    for load, first_ms in forwards:
+        late += _late(load.ms(rates), workload.forward_ms, first_ms, hosted)
+
+    fill_ms = shares.chunk_bytes / rates.duplex
+    if speculates and shares.chunk_bytes:
+        fill_ms += HOST_MS_PER_CHUNK * streamed / shares.chunk_bytes
+    exposed_ms = fill_ms + max(device_ms, late)
+    if in_backward:
+        exposed_ms += launches_delayed_ms(totals, shares, rates, workload, _load(streamed, streamed))
+    work = sum([*(load for load, _ in forwards), *backwards], start=work)
+    return Times(exposed_ms, 0.0 if in_backward else 1.0 - shares.resident, work)
+
+
+def _backwards(trips: _Trips, micro_batches: int, *, in_backward: bool, speculates: bool) -> Iterator[Load]:
+    """What each backward of a step moves. Sums of gradients wait on the host between micro-batches."""
+    for number in range(micro_batches):
+        load = trips.again + (trips.back if number else Load())
+        if number < micro_batches - 1 or not in_backward:
+            yield load + trips.leave
+        else:
+            yield load + trips.update + trips.leave * (1.0 - _GRADIENTS_KEPT if speculates else 0.0)
+
+
+def _late(link_ms: float, compute_ms: float, end_ms: float, hosted: Hosted) -> float:
+    """How much longer a phase takes than its compute, if its copies take `link_ms`.
+
+    `end_ms`: copies that nothing hides: in forward the first layer's, in backward the update of the last one. And while
+    the layer at the other end is computed, the link has nothing to do.
+    """
+    idle_ms = compute_ms / hosted.layers if link_ms else 0.0
+    return max(end_ms, link_ms + idle_ms - compute_ms)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MovingWeights`: a model's weights on their way to where they live, with the way back if something fails."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offstage.config import ActivationConfig, OffloadConfig, format_size
+from offstage.engine.timer import StepTimer
+from offstage.errors import ConfigError, HostMemoryError, OffloadIneffectiveError
+from offstage.lanes.lanes import Lanes
+from offstage.lanes.link import link_for
+from offstage.memory.arena import check_host_memory
+from offstage.rules.rule import has_state
+from offstage.tensors import forget_home, home_of, set_home
+from offstage.weights.choosing import Chosen, choose_weights, movable
+from offstage.weights.host_weights import HostWeights, host_weights_of
+
+
+class MovingWeights:
+    """What of one model goes to the host, for the optimizer that updates it."""
+
+    def __init__(self, model: nn.Module | None, config: OffloadConfig, turn: Any) -> None:
+        if model is None:
+            raise ConfigError(
+                f"weights={config.weights!r} needs the model, whose layers send for their weights; found no model. "
+                "Call offload(optimizer, model, weights='host')."
+            )
+        if host_weights_of(model) is not None:
+            raise ConfigError(
+                f"weights={config.weights!r}: weights of this model live on the host already, because of "
+                "offload_activations(weights=True) or of another optimizer; expected none. Leave weights=True out of "
+                "offload_activations(): offload(optimizer, model, weights='host') moves them."
+            )
+        self.made: HostWeights | None = None
+        self._model, self._config, self._turn = model, config, turn
+        self._chosen = choose_weights(model, config)
+        self._elsewhere = self._find_homes()
+
+    def _find_homes(self) -> list[torch.Tensor]:
+        """Parameters and buffers of a model that was built on the host, beside an accelerator: their home is there."""
+        if not torch.accelerator.is_available():
+            return []
+        device = torch.device(
+            torch.accelerator.current_accelerator().type,  # type: ignore[union-attr]
+            torch.accelerator.current_device_index(),
+        )
+        found: list[torch.Tensor] = [
+            tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.device.type == "cpu"
+        ]
+        for tensor in found:
+            set_home(tensor, device)
+        return found
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where the weights are used."""
+        return {home_of(param) for params in self._chosen.values() for param in params.values()}
+
+    def move(
+        self,
+        stay: Iterable[torch.Tensor],
+        lanes: Mapping[torch.device, Lanes],
+        timers: Mapping[torch.device, StepTimer],
+    ) -> None:
+        """Move everything to where it lives. `stay`: parameters whose weights stay where they are used."""
+        staying = set(stay)
+        chosen = {
+            layer: {name: param for name, param in params.items() if param not in staying}
+            for layer, params in self._chosen.items()
+        }
+        chosen = {layer: params for layer, params in chosen.items() if params}
+        need = sum(param.nbytes for params in chosen.values() for param in params.values())
+        if not need:
+            raise OffloadIneffectiveError(
+                f"weights={self._config.weights!r} moves no weight: expected some whose state streams, found none. "
+                "Raise fraction, lower device_budget, or leave weights out."
+            )
+        homes = {layer: home_of(next(iter(params.values()))) for layer, params in chosen.items()}
+        for layer, params in chosen.items():
+            if {home_of(param) for param in params.values()} != {homes[layer]}:
+                raise ConfigError(
+                    f"weights={self._config.weights!r}: the layer with {next(iter(params))!r} has weights on several "
+                    "devices; expected one. Put each layer on one device."
+                )
+        # What is on the host already moves a layer at a time, and the memory it leaves is free again.
+        there = sum(one.nbytes for params in chosen.values() for one in params.values() if one.device.type == "cpu")
+        largest = max(sum(param.nbytes for param in params.values()) for params in chosen.values())
+        gradients = 0 if self._config.update_in_backward else need
+        budget = None if self._config.host_budget is None else int(self._config.host_budget)
+        with check_host_memory(
+            need - max(0, there - largest) + gradients,
+            budget,
+            max(0, there - largest),
+            what=f"weights={self._config.weights!r}",
+            remedy="Keep more weights on the device (weights='40GiB'), or free host memory.",
+        ):
+            self.made = HostWeights(
+                self._model, chosen, lanes, homes, pin=self._config.pin_memory, turn=self._turn, timers=timers
+            )
+        for tensor in self._elsewhere:
+            if not any(weight.param is tensor for weight in self.made.weights):
+                tensor.data = tensor.data.to(home_of(tensor))
+                forget_home(tensor)
+
+    def undo(self) -> None:
+        """Everything is where it was."""
+        if self.made is not None:
+            self.made.undo()
+        for tensor in self._elsewhere:
+            forget_home(tensor)
+            if tensor.device.type != "cpu":
+                tensor.data = tensor.data.to("cpu")
+
+
+def weights_for_other_optimizers(
+    model: nn.Module, layers: Sequence[nn.Module], config: ActivationConfig
+) -> HostWeights:
+    """Move the weights of `layers` to the host, for optimizers that are not offstage's."""
+    if host_weights_of(model) is not None:
+        raise ConfigError(
+            "weights=True: weights of this model live on the host already, by offload(optimizer, model, weights=...); "
+            "expected none. Leave weights=True out."
+        )
+    chosen = movable(model, layers, int(config.min_bytes))
+    _refuse_own_optimizers(chosen)
+    need = sum(2 * param.nbytes for params in chosen.values() for param in params.values())  # and its gradient
+    if not need:
+        raise ConfigError(
+            f"weights=True: no parameter of {len(chosen)} layers can leave; expected some of at least min_bytes="
+            f"{format_size(int(config.min_bytes))} that no other module uses. Lower min_bytes, or leave weights out."
+        )
+    budget = None if config.host_budget is None else int(config.host_budget)
+    if budget is not None and need > budget:
+        raise HostMemoryError(
+            f"Weights and their gradients need {format_size(need, up=True)} of host memory; host_budget allows "
+            f"{format_size(budget)}. Raise host_budget, or offload fewer layers."
+        )
+    homes = {layer: next(iter(params.values())).device for layer, params in chosen.items() if params}
+    lanes = {device: link_for(device).lanes() for device in set(homes.values())}
+    with check_host_memory(need, None, what="weights=True", remedy="Offload fewer layers, or free host memory."):
+        made = HostWeights(model, chosen, lanes, homes, ahead=config.prefetch)
+    made.serve_other_optimizers()
+    return made
+
+
+def _refuse_own_optimizers(chosen: Chosen) -> None:
+    """An optimizer of ours that was made before knows these parameters on the device."""
+    if any(has_state(param) for params in chosen.values() for param in params.values()):
+        gc.collect()  # an optimizer that was dropped
+    for params in chosen.values():
+        for name, param in params.items():
+            if has_state(param):
+                raise ConfigError(
+                    f"weights=True moves {name!r} to the host for other optimizers, and an offloaded optimizer was "
+                    f"made for it on {param.device}. Leave weights=True out, and give that optimizer the setting: "
+                    "offload(optimizer, model, weights='host')."
+                )
+
+
+def describe(weights: HostWeights) -> str:
+    """One line, for logs."""
+    return (
+        f"weights: {format_size(weights.host_bytes)} on the host ({len(weights.layers)} layers), at most "
+        f"{format_size(weights.most_device_bytes)} of them on the device at once"
+    )
