@@ -423,7 +423,8 @@ class Engine:
         for round in (self.round, self.postponed):
             if round is not None:
                 for update in updates:  # the gradient goes with the update
-                    round.ready.pop(update.of, None)
+                    if round.ready.get(update.of) is update:
+                        del round.ready[update.of]
         for pending in due:
             if pending.old_weights is not None:
                 lanes.drop(pending.old_weights)

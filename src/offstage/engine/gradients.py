@@ -8,7 +8,7 @@ gradient of the next micro-batch.
 | buffer | written by | read by | separated by |
 |---|---|---|---|
 | gradient on the device | the caller | store | a mark when it is made; its memory is used again behind `stored` |
-| host gradient | store, other code | fetch, return, other code | `stored`; the next store waits for `read` |
+| host gradient | store, other code | fetch, return, other code | `stored`; its update is settled before the next |
 | gradient that returned | return | the caller | a mark when it is allocated, `returned` |
 """
 
@@ -78,10 +78,7 @@ class HostGradient:
         self.stored = lanes.submit(
             Lane.STORE,
             copy_work([(self.flat, grad)]),
-            after={
-                "gradient: it is made": lanes.mark(),
-                "gradient: its last use on the host is over": self.read,
-            },
+            after={"gradient: it is made": lanes.mark()},
             reads=[grad],
             writes=[self.flat],
         )

@@ -179,7 +179,7 @@ class Runtime:
         if not self.iteration.early:
             self._begin()
         for engine in self.engines:  # gradients that were assigned by hand, without a forward
-            late = [state for state in engine.pending if state.param not in self.iteration.early]
+            late = [state for state in engine.unsettled if state.param not in self.iteration.early]
             engine.settle(late, "step: the last update is done")
         wanted = (p for group in self.groups for p in group["params"] if p.grad is not None)
         return [

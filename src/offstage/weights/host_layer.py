@@ -7,7 +7,7 @@ it keeps it alive: a layer's memory goes back when the last reference to it goes
 
 | buffer | written by | read by | separated by |
 |---|---|---|---|
-| host weight | store | fetch | `stored`; the store's update comes after `fetched` |
+| host weight | store | fetch | `used`, when the copy is dropped; the store's update comes after `fetched` |
 | copy on the device | fetch, update | the caller, update, store | `fetched`, `Pending.updated`, `used` |
 | spare host weight | store of a speculative update | fetch, once it is the weight | the same, after `flip` |
 """
@@ -213,10 +213,8 @@ class HostLayer:
         self._read = self.fetched = lanes.submit(
             Lane.WEIGHTS_UP,
             copy_work(copies),
-            after={
-                "weights: the memory is free": lanes.mark(),
-                "weights: the last store is done": self.stored,
-            },
+            # The caller's stream has waited for the last store when it dropped the copy before.
+            after={"weights: the memory is free": lanes.mark()},
             reads=[host for _, host in copies],
             writes=[target for target, _ in copies],
         )
