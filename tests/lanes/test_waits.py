@@ -20,6 +20,7 @@ from torch import nn
 import offstage
 from offstage.activations.offload import offload_activations
 from offstage.engine.gradients import HostGradient
+from offstage.engine.timer import StepTimer
 from offstage.errors import OffstageError, StepLostError
 from offstage.lanes.link import link_for, measure_duplex
 from offstage.lanes.testing.lazy import WaitLog
@@ -549,7 +550,7 @@ def hosted_saved_with_speculation(**config):
 def gradient_set_by_hand():
     """A gradient on the host's side of the link, assigned over one that is leaving, or coming back."""
     lanes = link_for(torch.device("cpu")).lanes()
-    gradient = HostGradient("weight", 100, torch.float32, lanes.device, lanes, pin=False)
+    gradient = HostGradient("weight", 100, torch.float32, lanes, StepTimer(lanes), pin=False)
     found = []
     for number in range(3):
         gradient.leave(torch.full((100,), float(number)))

@@ -53,7 +53,7 @@ class Net(nn.Module):
         self.to(dtype)
 
 
-@pytest.mark.parametrize("weights", ["host", 0.3, 0.5, 0.99, 110_000, 130_000, 10**9])
+@pytest.mark.parametrize("weights", ["host", 0.3, 0.5, 0.99, 138_000, 145_000, 10**9])
 @pytest.mark.parametrize("min_bytes", [0, 4000])
 def test_the_layers_are_those_that_offload_chooses(weights, min_bytes):
     config, model = host(weights=weights, min_bytes=min_bytes), Net(layers=8)
@@ -146,10 +146,10 @@ def test_the_device_holds_a_few_layers():
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("mode", ["step", "forward", "backward"])
+@pytest.mark.parametrize("mode", ["step", "forward", "backward", "backward and forward"])
 def test_bytes_are_those_that_move(mode, clips, micro_batches):
     """Against what the receipt of a run counts."""
-    flags = {"overlap_forward": mode == "forward", "update_in_backward": mode == "backward"}
+    flags = {"overlap_forward": "forward" in mode, "update_in_backward": "backward" in mode}
     config = host(min_bytes=0, chunk_bytes="16KiB", **flags)
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))}).bfloat16()
@@ -170,11 +170,8 @@ def test_bytes_are_those_that_move(mode, clips, micro_batches):
         optimizer.step()
         optimizer.zero_grad()
     moved = runtime_of(optimizer).last_moved
-    # Which layers are still there when the next phase begins is known to within two.
-    layers = 2 * 2 * 64 * 64
-    assert planned.prediction.bytes_up == pytest.approx(moved.up, abs=layers)
-    if not (mode == "backward" and clips):  # some gradients stay where activations were
-        assert planned.prediction.bytes_down == pytest.approx(moved.down, abs=layers)
+    assert planned.prediction.bytes_up == moved.up
+    assert planned.prediction.bytes_down == moved.down
     held = runtime_of(optimizer)
     receipt = optimizer.receipt()
     host_bytes = receipt.host_state_bytes + receipt.host_weight_bytes + receipt.host_gradient_bytes

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 import torch
 
+from offstage.engine.timer import StepTimer
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.memory.arena import Arena
 from offstage.rules.rule import ParamState
@@ -33,10 +34,9 @@ _MOST_LEAVING = 4
 class HostGradient:
     """One parameter's gradient, flat, in the parameter's memory order."""
 
-    def __init__(
-        self, name: str, numel: int, dtype: torch.dtype, device: torch.device, lanes: Lanes, pin: bool
-    ) -> None:
-        self.name, self.device, self.dtype = name, device, dtype
+    def __init__(self, name: str, numel: int, dtype: torch.dtype, lanes: Lanes, timer: StepTimer, *, pin: bool) -> None:
+        """`timer`: notes how long the caller is held up."""
+        self.name, self.device, self.dtype = name, lanes.device, dtype
         self.norm: torch.Tensor | None = None
         """Its 2-norm, as torch would compute it; `None` where other code may have written it since."""
         self.scales: list[torch.Tensor] = []
@@ -49,8 +49,8 @@ class HostGradient:
         """Stores follow each other on one lane: waiting for a larger number waits for this one."""
         self.read: Mark = None
         """Behind the last copy from the host's memory."""
-        self._lanes = lanes
-        self._arena = Arena(numel, dtype, device, pin=pin)
+        self._lanes, self._timer = lanes, timer
+        self._arena = Arena(numel, dtype, lanes.device, pin=pin)
         self._leaving: torch.Tensor | None = None
         self._updating = False
         self._kept: torch.Tensor | None = None
@@ -75,13 +75,14 @@ class HostGradient:
         self._updating = updating
         lanes.touch(reads=[grad] if updating else (), writes=() if updating else [grad])
         self.order = next(_orders)
-        self.stored = lanes.submit(
-            Lane.STORE,
-            copy_work([(self.flat, grad)]),
-            after={"gradient: it is made": lanes.mark()},
-            reads=[grad],
-            writes=[self.flat],
-        )
+        with self._timer.working():
+            self.stored = lanes.submit(
+                Lane.STORE,
+                copy_work([(self.flat, grad)]),
+                after={"gradient: it is made": lanes.mark()},
+                reads=[grad],
+                writes=[self.flat],
+            )
 
     def keep(self, grad: torch.Tensor, norm: torch.Tensor) -> None:
         """It stays on the device, where an update reads it, too."""
@@ -96,10 +97,14 @@ class HostGradient:
     def let_go(self) -> None:
         """Its device memory may be used for something else, behind the copy."""
         if self._leaving is not None:
-            self._lanes.wait(self.stored, "gradient: it has left")
+            self._wait(self.stored, "gradient: it has left")
             if not self._updating:
                 self._lanes.touch(writes=[self._leaving])
             self._leaving = None
+
+    def _wait(self, mark: Mark, reason: str) -> None:
+        with self._timer.waiting():
+            self._lanes.wait(mark, reason)
 
     def send_for(self) -> None:
         """It will be needed on the device: for the sum with the next micro-batch's."""
@@ -109,23 +114,24 @@ class HostGradient:
         self.here = torch.empty(self.flat.numel(), dtype=self.dtype, device=self.device)
         lanes.touch(writes=[self.here])
         self.bytes_returned += self.nbytes
-        self.read = self._returned = lanes.submit(
-            Lane.WEIGHTS_UP,
-            copy_work([(self.here, self.flat)]),
-            after={
-                "gradient: the memory is free": lanes.mark(),
-                "gradient: it is on the host": self.stored,
-            },
-            reads=[self.flat],
-            writes=[self.here],
-        )
+        with self._timer.working():
+            self.read = self._returned = lanes.submit(
+                Lane.WEIGHTS_UP,
+                copy_work([(self.here, self.flat)]),
+                after={
+                    "gradient: the memory is free": lanes.mark(),
+                    "gradient: it is on the host": self.stored,
+                },
+                reads=[self.flat],
+                writes=[self.here],
+            )
 
     def on_device(self) -> torch.Tensor:
         """The tensor that has returned, after the caller's stream has waited for it, scaled as clipping wants it."""
         self.send_for()
         assert self.here is not None
         if self._returned is not None:
-            self._lanes.wait(self._returned, "gradient: it has returned")
+            self._wait(self._returned, "gradient: it has returned")
             self._returned = None
         self._lanes.touch(writes=[self.here])
         for factor in self.scales:
@@ -198,7 +204,7 @@ class HostGradient:
         """It is not needed."""
         self.let_go()
         if self._returned is not None:
-            self._lanes.wait(self._returned, "gradient: it has returned")
+            self._wait(self._returned, "gradient: it has returned")
             assert self.here is not None
             self._lanes.touch(writes=[self.here])
         self.here = self._returned = None
@@ -212,13 +218,13 @@ class HostGradient:
 class HostGradients:
     """One device's gradients on the host. Their memory is kept for the next iteration until it is given back."""
 
-    def __init__(self, device: torch.device, *, pin: bool) -> None:
+    def __init__(self, lanes: Lanes, timer: StepTimer, *, pin: bool) -> None:
         self.bytes_left = 0
         """That have left so far."""
         self._returned_before = 0
         self._used: set[ParamState] = set()
         """Whose gradients have left in this iteration."""
-        self._device, self._pin = device, pin
+        self._lanes, self._timer, self._pin = lanes, timer, pin
         self._of: dict[ParamState, HostGradient] = {}
         self._leaving: deque[HostGradient] = deque()
 
@@ -231,19 +237,21 @@ class HostGradients:
         """Whole gradients that have come back so far."""
         return self._returned_before + sum(gradient.bytes_returned for gradient in self._of.values())
 
-    def of(self, state: ParamState, lanes: Lanes) -> HostGradient:
+    def of(self, state: ParamState) -> HostGradient:
         """Room for the gradient of `state`."""
         self._used.add(state)
         if state not in self._of:
             local = state.local
-            self._of[state] = HostGradient(state.name, local.numel(), local.dtype, self._device, lanes, self._pin)
+            self._of[state] = HostGradient(
+                state.name, local.numel(), local.dtype, self._lanes, self._timer, pin=self._pin
+            )
         return self._of[state]
 
     def leave(
-        self, state: ParamState, grad: torch.Tensor, norm: torch.Tensor, lanes: Lanes, *, updating: bool = False
+        self, state: ParamState, grad: torch.Tensor, norm: torch.Tensor, *, updating: bool = False
     ) -> HostGradient:
         """`grad`, flat, leaves for the host. `norm`: its 2-norm. `updating`: an update reads it, too, and keeps it."""
-        gradient = self.of(state, lanes)
+        gradient = self.of(state)
         gradient.leave(grad, norm, updating=updating)
         self.bytes_left += grad.nbytes
         self._leaving.append(gradient)

@@ -77,7 +77,6 @@ class Transport:
         self.bytes_updated_on_host = 0
         self._rule, self._config, self._arenas = rule, config, arenas
         self.external_writes = ExternalWrites(rule, device)
-        self.gradients = HostGradients(device, pin=config.pin_memory)
         self._moved_before = Moved()
         self._most_window_slots = sys.maxsize
         self._closed = False
@@ -89,6 +88,7 @@ class Transport:
         self.timer = StepTimer(lanes)
         self.pipeline = Pipeline(lanes, num_slots=self._config.num_slots)
         self.host_updates = HostUpdates(lanes, self._rule, self.device, pin=self._config.pin_memory)
+        self.gradients = HostGradients(lanes, self.timer, pin=self._config.pin_memory)
 
     def open(self) -> None:
         """The arenas have chunks: give them lanes, and slots of their size."""

@@ -143,7 +143,7 @@ class Iteration:
         check_grad(state.device if not by_hand else local.device, grad, state.name)
         if by_hand:
             transport = self._places.engines[state.device].transport
-            gradient = transport.gradients.of(state, transport.lanes)
+            gradient = transport.gradients.of(state)
             gradient.set(flat_like(grad, local))
             return torch.empty(0, dtype=gradient.dtype, device=state.device), gradient
         return flat_like(grad, local), None

@@ -187,6 +187,8 @@ class _Trips:
         """Weights come for a forward."""
         self.again = _load(max(0.0, hosted.weights - _LAYERS_KEPT * hosted.largest), 0.0)
         """They come again, but for those that are still there."""
+        self.for_step = _load(max(0.0, hosted.weights - LAYERS_ON_DEVICE * hosted.largest), 0.0)
+        """They come for `step()`, but for those that backward was in last."""
         self.leave = _load(0.0, hosted.trained)
         """Gradients leave."""
         self.back = _load(hosted.trained, 0.0)
@@ -215,14 +217,17 @@ def exposed_with_weights(
     end_ms = trips.layer_ms if in_backward and not under_forward else 0.0  # the last update, for which step() waits
     late += _late(backwards[-1].ms(rates) / share, workload.backward_ms, end_ms, hosted)
 
-    # Behind a backward the first layers are still there, unless step() has waited for everything in between.
-    forwards = [(trips.fetch, hosted.largest / rates.up), *[(trips.again, 0.0)] * (workload.micro_batches - 1)]
-    work, later = Load(), trips.again + trips.update + trips.back
+    # Behind a backward the first layers are still there; without overlap_forward other code may have written them since.
+    work, later = Load(), trips.update + trips.back
     if under_forward:
-        forwards[0] = (trips.again, 0.0) if in_backward else (later, trips.layer_ms)
-    elif not in_backward:
-        work = later
-        late += later.ms(rates)  # in step()
+        forwards = [(trips.again, 0.0)] * workload.micro_batches
+        if not in_backward:
+            forwards[0] = (trips.again + later, trips.layer_ms)
+    else:
+        forwards = [(trips.fetch, hosted.largest / rates.up)] * workload.micro_batches
+        if not in_backward:
+            work = trips.for_step + later
+            late += work.ms(rates)
     for load, first_ms in forwards:
         late += _late(load.ms(rates), workload.forward_ms, first_ms, hosted)
 

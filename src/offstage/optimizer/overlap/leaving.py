@@ -131,7 +131,7 @@ class LeavingGradients:
         norm = norm_of(update.grad, 2.0)
         self._gradient_bytes += update.grad.nbytes
         if self._is_room_for(update.grad, engine):
-            gradient = engine.transport.gradients.of(update.of, engine.transport.lanes)
+            gradient = engine.transport.gradients.of(update.of)
             gradient.keep(update.grad, norm)
             return LeftGradient(update.of.param, gradient, stays_on_host=True)
         return _left(update.of, engine, update.grad, norm, updating=True)
@@ -150,8 +150,7 @@ class LeavingGradients:
 def _left(
     state: ParamState, engine: Engine, flat: torch.Tensor, norm: torch.Tensor, *, updating: bool = False
 ) -> LeftGradient:
-    transport = engine.transport
-    gradient = transport.gradients.leave(state, flat, norm, transport.lanes, updating=updating)
+    gradient = engine.transport.gradients.leave(state, flat, norm, updating=updating)
     return LeftGradient(state.param, gradient, stays_on_host=state.hosted is not None)
 
 
