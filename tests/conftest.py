@@ -4,6 +4,7 @@
 import gc
 import importlib
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -21,6 +22,10 @@ os.environ["OFFSTAGE_CACHE"] = _cache.name
 # instruction. The tests need no fast matrix products.
 torch.backends.mkldnn.enabled = False
 torch.set_num_threads(1)
+
+
+# A shell that starts the tests in the background has SIGINT ignored, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -203,7 +203,7 @@ class Runtime:
         iteration = self.iteration
         updated = with_early = bool(iteration.early)
         try:
-            later = self.overlap.later(updates) if self.overlap is not None else ()
+            later = self.overlap.begin_step(updates) if self.overlap is not None else ()
             for device, device_updates in by_device.items():
                 self.places.engines[device].run(device_updates, later)
                 updated = updated or bool(device_updates)

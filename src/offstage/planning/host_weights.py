@@ -217,7 +217,7 @@ def exposed_with_weights(
     end_ms = trips.layer_ms if in_backward and not under_forward else 0.0  # the last update, for which step() waits
     late += _late(backwards[-1].ms(rates) / share, workload.backward_ms, end_ms, hosted)
 
-    # Behind a backward the first layers are still there; without overlap_forward other code may have written them since.
+    # Behind a backward the first layers are still there; without overlap_forward other code may write them meanwhile.
     work, later = Load(), trips.update + trips.back
     if under_forward:
         forwards = [(trips.again, 0.0)] * workload.micro_batches

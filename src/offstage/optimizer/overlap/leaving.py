@@ -10,6 +10,8 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -45,11 +47,17 @@ class Wait(enum.Enum):
 class LeavingGradients:
     """The gradients of one optimizer that leave in backward."""
 
-    def __init__(self, config: OffloadConfig, selection: BackwardSelection, places: Callable[[], Places]) -> None:
-        """`places`: those of now."""
+    def __init__(
+        self,
+        config: OffloadConfig,
+        selection: BackwardSelection,
+        places: Callable[[], Places],
+        turn: AbstractContextManager[Any],
+    ) -> None:
+        """`places`: those of now. `turn`: the optimizer's, which uses of the gradients take."""
         self.is_reentrant = False
         """Checkpointing was seen that brings gradients in parts."""
-        self._config, self._selection, self._places = config, selection, places
+        self._config, self._selection, self._places, self._turn = config, selection, places, turn
         self._wait: Wait | None = None
         self._left: dict[torch.Tensor, LeftGradient] = {}
         self._allocated: int | None = None
@@ -122,7 +130,7 @@ class LeavingGradients:
                 )
             return
         flat = flat_like(grad, local) if returned is None else returned
-        left = _left(state, engine, flat, norm_of(flat if returned is not None else grad, 2.0))
+        left = self._leave(state, engine, flat, norm_of(flat if returned is not None else grad, 2.0))
         # Autograd refers to what it adds to: another thread that removes it from `.grad` must not free it meanwhile.
         state.param.grad = self._left[state.param] = left
 
@@ -133,8 +141,14 @@ class LeavingGradients:
         if self._is_room_for(update.grad, engine):
             gradient = engine.transport.gradients.of(update.of)
             gradient.keep(update.grad, norm)
-            return LeftGradient(update.of.param, gradient, stays_on_host=True)
-        return _left(update.of, engine, update.grad, norm, updating=True)
+            return LeftGradient(update.of.param, gradient, self._turn, stays_on_host=True)
+        return self._leave(update.of, engine, update.grad, norm, updating=True)
+
+    def _leave(
+        self, state: ParamState, engine: Engine, flat: torch.Tensor, norm: torch.Tensor, *, updating: bool = False
+    ) -> LeftGradient:
+        gradient = engine.transport.gradients.leave(state, flat, norm, updating=updating)
+        return LeftGradient(state.param, gradient, self._turn, stays_on_host=state.hosted is not None)
 
     def _is_room_for(self, grad: torch.Tensor, engine: Engine) -> bool:
         """Whether a gradient can stay in memory that backward has freed: then it is not larger than at its start."""
@@ -145,13 +159,6 @@ class LeavingGradients:
             is_room = now + 2 * grad.nbytes <= self._allocated
         self._kept_bytes += grad.nbytes if is_room else 0
         return is_room
-
-
-def _left(
-    state: ParamState, engine: Engine, flat: torch.Tensor, norm: torch.Tensor, *, updating: bool = False
-) -> LeftGradient:
-    gradient = engine.transport.gradients.leave(state, flat, norm, updating=updating)
-    return LeftGradient(state.param, gradient, stays_on_host=state.hosted is not None)
 
 
 def _may_leave(state: ParamState) -> bool:

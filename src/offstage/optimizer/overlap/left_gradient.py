@@ -3,11 +3,13 @@
 
 Autograd adds the next micro-batch's gradient to it on the device, where it returns for that. Torch's clipping asks for
 its norm, which is known, and scales it, which is done when it is used. Any other use waits for it: beside a weight that
-lives on the host it is a host tensor; beside one on the device it returns there, and stays.
+lives on the host it is a host tensor; beside one on the device it returns there, and stays. Each use takes the
+optimizer's turn: autograd's thread may add to it while another thread steps.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,15 +23,18 @@ class LeftGradient(torch.Tensor):
     """A tensor of the gradient's shape whose data are elsewhere."""
 
     gradient: HostGradient
+    turn: AbstractContextManager[Any]
     stays_on_host: bool
     like: torch.Tensor
     """In the parameter's shape and memory order, without data."""
 
-    def __new__(cls, param: torch.Tensor, gradient: HostGradient, *, stays_on_host: bool) -> LeftGradient:
+    def __new__(
+        cls, param: torch.Tensor, gradient: HostGradient, turn: AbstractContextManager[Any], *, stays_on_host: bool
+    ) -> LeftGradient:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, param.shape, strides=param.stride(), dtype=gradient.dtype, device=param.device
         )
-        made.gradient, made.stays_on_host = gradient, stays_on_host
+        made.gradient, made.turn, made.stays_on_host = gradient, turn, stays_on_host
         made.like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
         return made  # type: ignore[no-any-return]
 
@@ -51,6 +56,11 @@ class LeftGradient(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        with next(one.turn for one in tree_leaves((args, kwargs)) if isinstance(one, cls)):
+            return cls._use(func, args, kwargs)
+
+    @classmethod
+    def _use(cls, func: Any, args: Any, kwargs: Any) -> Any:
         first, other = args[0], args[1] if len(args) > 1 else None
         if func is torch.ops.aten.linalg_vector_norm.default and len(args) == 2 and not kwargs:
             return first.gradient.norm_of_type(float(args[1])).to(first.device)

@@ -131,7 +131,8 @@ class Overlap:
         """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
         leaves_some = config.overlap_forward and not self._gathers
         self.selection = BackwardSelection(config, owner.speculation, leaves_some=leaves_some)
-        self._leaving = LeavingGradients(config, self.selection, functools.partial(_places_of, self._owner_ref))
+        places = functools.partial(_places_of, self._owner_ref)
+        self._leaving = LeavingGradients(config, self.selection, places, owner.turn)
         self._window = Window(config)
         if self._gathers:
             logger.warning(_GATHERS)
@@ -269,8 +270,9 @@ class Overlap:
                 del self._collected[engine, place]
                 self._update_now(states, engine)
 
-    def later(self, updates: Sequence[ParamUpdate]) -> set[ParamState]:
-        """Updates that the next forward makes when it sends for their layers."""
+    def begin_step(self, updates: Sequence[ParamUpdate]) -> set[ParamState]:
+        """`step()` makes all that is left. Returns the updates that the next forward makes when it sends for layers."""
+        self.forget_collected()  # a backward that another thread runs may not be over
         if not self._config.overlap_forward or self._off:
             return set()
         return {
@@ -440,7 +442,7 @@ class Overlap:
     # Of the runtime
 
     def forget_collected(self) -> None:
-        """What backward has updated was taken back: what was to follow is left to `step()`."""
+        """What was to follow in backward is left to `step()`."""
         self._collected.clear()
 
     def start_again(self) -> None:
