@@ -111,6 +111,41 @@ def test_closing_or_growing_while_the_loop_trains(name, kind):
         assert_clear(found)
 
 
+@pytest.mark.parametrize("kind", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("mode", "clip"), [*((mode, clip) for mode in MODES if "weights" in mode for clip in (1e4, 1e-3))]
+)
+def test_a_layer_that_a_second_thread_runs_does_not_hold_up_the_loop(mode, clip, kind):
+    """An evaluation is in the first layer while the loop steps, takes updates back and replans: same bits."""
+    with lazily(kind):
+        model, optimizer, _ = made(mode)
+        iterate(model, optimizer, range(3), clip)
+        inside, goes_on, loop = threading.Event(), threading.Event(), threading.get_ident()
+        forward = model[0].forward
+
+        def held(value):
+            if threading.get_ident() != loop:
+                inside.set()
+                assert goes_on.wait(20)
+            return forward(value)
+
+        model[0].forward = held
+        thread = threading.Thread(target=lambda: torch.no_grad()(model[0])(torch.zeros_like(model[0].weight)))
+        thread.start()
+        assert inside.wait(20)
+        iterate(model, optimizer, [3], clip)
+        optimizer.replan(fraction=1.0)
+        iterate(model, optimizer, [4], clip)
+        goes_on.set()
+        thread.join(20)
+        iterate(model, optimizer, [5, 6], clip)
+        optimizer.synchronize()
+        expected_model, expected, _ = made(mode)
+        iterate(expected_model, expected, range(7), clip)
+        expected.synchronize()
+    assert_same(expected_model, expected, model, optimizer)
+
+
 def test_every_public_method_is_among_them():
     """A method that is added is added here."""
     public = {name for name in vars(OffloadedOptimizer) if not name.startswith("_")}

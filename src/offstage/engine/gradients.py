@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -179,17 +179,12 @@ class HostGradient:
         if self.scales:
             self.on_device()
         self.leave_again()
-        self._lanes.wait_on_host(self.stored, "gradient: the host reads it")
-        if self.read is not None:
-            self._lanes.wait_on_host(self.read, "gradient: the host may write it")
+        self._let_write()
         self.let_go()
-        self._lanes.touch_on_host(writes=[self.flat])
         self.norm = None
         return self._arena.tensor(0, self.flat.numel())
 
-    def set(self, grad: torch.Tensor) -> None:
-        """A gradient that other code has assigned."""
-        self.forget()
+    def _let_write(self) -> None:
         for mark, reason in (
             (self.stored, "gradient: the host reads it"),
             (self.read, "gradient: the host may write it"),
@@ -197,18 +192,33 @@ class HostGradient:
             if mark is not None:
                 self._lanes.wait_on_host(mark, reason)
         self._lanes.touch_on_host(writes=[self.flat])
+
+    def set(self, grad: torch.Tensor) -> None:
+        """A gradient that other code has assigned."""
+        self.forget()
+        self._let_write()
         self.flat.copy_(grad)
         self.norm, self.scales, self.stored = None, [], None
 
     def forget(self) -> None:
         """It is not needed."""
+        self._await_copies()
+        self.here, self.scales = None, []
+
+    def _await_copies(self) -> None:
         self.let_go()
         if self._returned is not None:
             self._wait(self._returned, "gradient: it has returned")
             assert self.here is not None
             self._lanes.touch(writes=[self.here])
-        self.here = self._returned = None
-        self.scales = []
+            self._returned = None
+
+    def use(self, lanes: Lanes, timer: StepTimer) -> None:
+        """Other lanes from now on: state has moved. The host has waited for the old ones."""
+        self._await_copies()
+        self.stored = self.read = None
+        self.bytes_returned = 0
+        self._lanes, self._timer = lanes, timer
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -227,6 +237,14 @@ class HostGradients:
         self._lanes, self._timer, self._pin = lanes, timer, pin
         self._of: dict[ParamState, HostGradient] = {}
         self._leaving: deque[HostGradient] = deque()
+
+    def carry_on(self, other: HostGradients, states: Mapping[torch.Tensor, ParamState]) -> None:
+        """State has moved: the gradients of `other`, which are still to be used, are those of the new `states`."""
+        other.let_go()
+        for state in [state for state in other._of if state.param in states]:
+            gradient = self._of[states[state.param]] = other._of.pop(state)
+            gradient.use(self._lanes, self._timer)
+        self._used = {states[state.param] for state in other._used if state.param in states}
 
     @property
     def nbytes(self) -> int:

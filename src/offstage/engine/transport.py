@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import weakref
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 
 import torch
@@ -30,7 +31,7 @@ from offstage.memory.arena import check_owner
 from offstage.memory.cpus import beside_a_loop, cpus_near, num_threads
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.planning.plan import HOST_SLOTS
-from offstage.rules.rule import Rule
+from offstage.rules.rule import ParamState, Rule
 
 logger = logging.getLogger("offstage")
 
@@ -113,12 +114,13 @@ class Transport:
             self.external_writes.attach(self.lanes)
             self.is_open = True
 
-    def carry_on(self, other: Transport) -> None:
-        """This one takes the place of `other` on the same device."""
+    def carry_on(self, other: Transport, states: Mapping[torch.Tensor, ParamState]) -> None:
+        """This one takes the place of `other` on the same device. `states`: those of now."""
         if self._config.pin_memory == other._config.pin_memory:
             self.link_gb_per_s = other.link_gb_per_s
         self.external_writes.carry_on(other.external_writes)
         self._moved_before = other.moved
+        self.gradients.carry_on(other.gradients, states)
 
     # Runtime
 

@@ -171,7 +171,7 @@ class Iteration:
         if self.speculative:
             assert gradient is not None
             self.gradients[param] = gradient
-        torch.autograd.graph.increment_version([param])
+        note_writes([update.of])
 
     def notice_end_of_backward(self) -> None:
         """Find out whether this backward comes to its end: if it fails, autograd does not call back."""
@@ -286,6 +286,14 @@ def _comparable(group: dict[str, Any], defaults: dict[str, Any]) -> dict[str, An
         for name, value in group.items()
         if name in defaults
     }
+
+
+def note_writes(states: Collection[ParamState]) -> None:
+    """Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones."""
+    torch.autograd.graph.increment_version([state.param for state in states])
+    for state in states:
+        if state.hosted is not None:
+            state.hosted.was_updated()
 
 
 def lost_by(error: BaseException, step: int) -> str:

@@ -375,7 +375,7 @@ class Places:
             raise
         for device, engine in new.engines.items():
             if device in self.engines:
-                engine.transport.carry_on(self.engines[device].transport)
+                engine.transport.carry_on(self.engines[device].transport, new.states)
         return new
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError,
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.checks import check_no_duplicates
-from offstage.optimizer.iteration import End, Iteration, lost_by
+from offstage.optimizer.iteration import End, Iteration, lost_by, note_writes
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.overlap import Overlap
 from offstage.optimizer.overlap.speculation import Norm, Speculation
@@ -207,8 +207,7 @@ class Runtime:
             for device, device_updates in by_device.items():
                 self.places.engines[device].run(device_updates, later)
                 updated = updated or bool(device_updates)
-            # Kernels write weights behind autograd's back; it must still notice a graph that saved the old ones.
-            torch.autograd.graph.increment_version([update.of.param for update in updates])
+            note_writes([update.of for update in updates])
             self.speculation.hits += iteration.speculative
             iteration.speculative = False
             iteration.commit(self.overlap.end_step(updates) if self.overlap is not None else ())

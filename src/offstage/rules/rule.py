@@ -74,6 +74,9 @@ class HostedWeight(Protocol):
     def flip(self) -> None:
         """What was stored to the spare memory is the weight from now on."""
 
+    def was_updated(self) -> None:
+        """The parameter's version has moved on because of an update."""
+
     def was_speculated(self, start: int, stop: int) -> None:
         """Elements `[start, stop)` are stored to the spare memory."""
 
@@ -87,6 +90,10 @@ class HostedLayer(Protocol):
     @property
     def fetched(self) -> Any:
         """The mark behind which the copy is there."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host has waited for the last store."""
 
     def was_stored(self, mark: Any) -> None:
         """A part of the copy goes to the host behind `mark`."""

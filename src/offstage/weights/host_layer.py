@@ -40,6 +40,8 @@ class HostWeight:
         self.speculated: list[tuple[int, int]] = []
         """Elements whose newest values are in the spare memory, though it is not decided whether they stay."""
         self.first_byte, self._shape, self._version = offset, param.shape, 0
+        self._swapped: torch.Tensor | None = None
+        """What the parameter is while its layer runs: a part of a copy."""
         self.host.view(self._shape).copy_(param.data)
         param.data = self.host.view(self._shape)
 
@@ -82,20 +84,22 @@ class HostWeight:
 
     def swap_in(self) -> None:
         """The parameter is on the device."""
-        self.param.data = self.on_device().view(self._shape)
+        self._swapped = self.on_device()
+        self.param.data = self._swapped.view(self._shape)
         self._version = self.param._version
 
     def swap_out(self) -> None:
         """The parameter is the host's tensor."""
-        if self._is_swapped_in:
+        swapped, self._swapped = self._swapped, None
+        if swapped is not None and self.param.data_ptr() == swapped.data_ptr():
             if self.param._version != self._version:  # a forward that writes weights
                 self.layer.let_write()
-                self.host.copy_(self.on_device())
+                self.host.copy_(swapped)
             self.param.data = self.host.view(self._shape)
 
-    @property
-    def _is_swapped_in(self) -> bool:
-        return self.layer.copy is not None and self.param.data_ptr() == self.on_device().data_ptr()
+    def was_updated(self) -> None:
+        """The optimizer has moved the parameter's version on, maybe while another thread runs its layer."""
+        self._version += 1
 
     def adopt(self) -> None:
         """Data that other code has given the parameter between two uses wins."""
@@ -117,9 +121,9 @@ class HostWeight:
     def flip(self) -> None:
         """What was stored to the spare memory is the weight from now on."""
         if self.spare is not None:
-            self.swap_out()
             self.host, self.spare = self.spare, self.host
-            self.param.data = self.host.view(self._shape)
+            if self._swapped is None:  # otherwise its layer runs, in another thread
+                self.param.data = self.host.view(self._shape)
         self.unspeculate()
 
     def was_speculated(self, start: int, stop: int) -> None:
@@ -255,13 +259,18 @@ class HostLayer:
                 self._lanes.wait(self.used, "weights: the layer was stored")
         self._lanes.touch(writes=[self.copy])
         self._lanes.follow(self._place)
-        for weight in self.weights:
+        for weight in self.weights if not self.calls else ():  # a forward that runs in another thread goes on with it
             weight.swap_out()
         self.copy = None
 
     def was_stored(self, mark: Mark) -> None:
         """A part of the copy goes to the host, to where the weights live or to the spare memory."""
         self.used = self.stored = mark
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the host has waited for the last store: its weights can be read there."""
+        return self.stored is None
 
     def let_write(self) -> None:
         """The host waits until no copy reads or writes the host's weights."""

@@ -126,6 +126,9 @@ class HostWeights:
         self._here: dict[nn.Module, None] = {}
         """Layers whose weights are on the device, or on their way."""
         self._task: int | None = None
+        """The backward that runs."""
+        self._loop_thread: int | None = None
+        """The thread that ran the last forward with gradients: it calls backward, and waits for its end."""
         self._is_closed = False
         self._gradients: dict[HostWeight, ForeignGradient] = {}
         self._waits: list[ForeignGradient] = []
@@ -189,6 +192,7 @@ class HostWeights:
                 return
             refuse_ddp(uses_ddp())
             self._clean_up_failed()
+            self._note_thread()
             self._running, self._is_open = [], True
             first = self._order[: self._ahead + 1]
             self._keep([one for one in first if self.may_reuse and self._layers[one].is_current])
@@ -229,6 +233,7 @@ class HostWeights:
             layer = self._layers[module]
             if running_backward() is None:
                 self._clean_up_failed()
+                self._note_thread()
             self._hook(layer)
             for weight in layer.weights if not layer.calls else ():
                 weight.adopt()
@@ -249,6 +254,10 @@ class HostWeights:
                 weight.swap_in()
                 if weight in self._gradients:
                     self._gradients[weight].watch(functools.partial(_before_gradient, weakref.ref(self)))
+
+    def _note_thread(self) -> None:
+        if torch.is_grad_enabled():
+            self._loop_thread = threading.get_ident()
 
     def _advance(self, module: nn.Module) -> tuple[list[nn.Module], int]:
         """The layer that ran before `module`, and the place of the next one in the order of the last forward."""
@@ -360,7 +369,8 @@ class HostWeights:
             after_backward(functools.partial(self._clean_up, task))
 
     def _clean_up_failed(self) -> None:
-        if self._task is not None:  # a backward has failed, and left copies of weights as they were then
+        """A forward begins. If it is the loop's, the backward before is over; if that was not seen, it has failed."""
+        if self._task is not None and threading.get_ident() == self._loop_thread:
             self._end_interrupted()
             self._clean_up()
 
@@ -375,8 +385,8 @@ class HostWeights:
             if ended is not None and listener is not None:
                 # The next forward begins with them. Until then nothing has to wait for their stores.
                 listener.backward_is_over()
-                for module in self._here:
-                    for weight in self._layers[module].weights:
+                for layer in [self._layers[module] for module in self._here]:
+                    for weight in layer.weights if not layer.calls else ():
                         weight.swap_out()
             else:
                 self._keep(())
@@ -429,8 +439,9 @@ class HostWeights:
             layer.calls = 0
 
     def forget_copies(self) -> None:
-        """The host's weights are about to be read or written by other code, or copies are not what they should be."""
-        self._keep(())
+        """Copies are not what they should be: not even those of layers that another thread runs are used again."""
+        for module in list(self._here):
+            self._drop(module)
 
     def settle(self) -> None:
         """The host waits until its weights are the newest, and may be written."""
@@ -445,7 +456,7 @@ class HostWeights:
 
     def use(self, lanes: Mapping[torch.device, Lanes], timers: Mapping[torch.device, StepTimer]) -> None:
         """Other lanes from now on: state has moved. Nothing is under way."""
-        self._keep(())
+        self.forget_copies()
         for layer in self._layers.values():
             layer.use(lanes[layer.device], timers[layer.device])
 

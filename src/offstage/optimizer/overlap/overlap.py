@@ -127,6 +127,10 @@ class Overlap:
         """Parameters whose module ran forward since the last step."""
         self._unseen: set[torch.Tensor] = set()
         """Parameters that were still pending when backward began: their module did not run."""
+        self._came: set[torch.Tensor] = set()
+        """Parameters that live on the host and whose layer ran since the last step."""
+        self._judged = False
+        """It is known which of those on the host may have been read before their update was there."""
         self._gathers = config.overlap_forward and model is not None and _is_fsdp(model)
         """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
         leaves_some = config.overlap_forward and not self._gathers
@@ -213,6 +217,9 @@ class Overlap:
             # What no forward has waited for is waited for now: backward may write into the gradients (DDP does).
             self._unseen.update(state.param for state in unsettled)
             engine.settle(unsettled, "backward: the last update is done")
+        if not self._judged:
+            self._judged = True
+            self._unseen.update(param for one in self._engines for param in _stale_on_host(one) - self._came)
         self._check_waited(state)
         if self._accumulating:
             if state.hosted is not None:
@@ -248,12 +255,14 @@ class Overlap:
                 for state in states:  # the sums of earlier micro-batches will be needed
                     if isinstance(state.param.grad, LeftGradient):
                         state.param.grad.gradient.send_for()
-        if running_backward() is None:
+        if torch.is_grad_enabled():  # an evaluation's forward is not the one that a gradient comes from
             self._unseen.difference_update(params)
+            self._came.update(params)
 
     def weights_leaving(self, params: Sequence[torch.Tensor]) -> None:
         """A layer's copy is about to be dropped: what was collected of it begins, and its gradients may go."""
-        self._begin_collected(set(params))
+        if running_backward() is not None:  # otherwise a reader lets it leave, which must not change weights
+            self._begin_collected(set(params))
         for engine, states in self._owner.places.by_engine(params):
             engine.settle(states, "weights: the updates are done")
             engine.unbind(states)
@@ -408,7 +417,7 @@ class Overlap:
         if not self._owner.iteration.early:
             self._owner.begin_in_backward()
         iteration = self._owner.iteration
-        states = [state for state in states if iteration.has(state.param) and state.param.grad is not None]
+        states = [state for state in states if iteration.has(state.param) and _is_here(state.param.grad)]
         if not states:
             return
         iteration.notice_end_of_backward()
@@ -510,6 +519,20 @@ class Overlap:
         self._in_flight.clear()
         self._bytes_in_flight = 0
         self._running.clear()
+        self._came.clear()
+        self._judged = False
+
+
+def _stale_on_host(engine: Engine) -> set[torch.Tensor]:
+    """Parameters whose last update may not be on the host yet, where they live."""
+    return {
+        state.param for state in engine.arenas.hosted if state.hosted is not None and not state.hosted.layer.is_on_host
+    }
+
+
+def _is_here(grad: torch.Tensor | None) -> bool:
+    """Whether there is a gradient on the device; otherwise `step()` makes the update."""
+    return grad is not None and not (isinstance(grad, LeftGradient) and grad.gradient.here is None)
 
 
 def _places_of(owner: weakref.ref[Owner]) -> Places:
