@@ -316,9 +316,9 @@ def saved_with_speculation():
 
 
 class Layers(nn.Module):
-    def __init__(self):
+    def __init__(self, layer=nn.Linear):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(40, 40) for _ in range(6))
+        self.layers = nn.ModuleList(layer(40, 40) for _ in range(6))
 
     def forward(self, x):
         for layer in self.layers:
@@ -420,9 +420,20 @@ def weights_sent_for_and_not_used():
 HOSTED = {"weights": "host"}
 
 
-def make_hosted(**config):
+class Unbiased(nn.Linear):
+    """Two chunks. Its bias may get a gradient, and gets none."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs + 16)
+        self.outputs = outputs
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)[:, : self.outputs]
+
+
+def make_hosted(layer=nn.Linear, **config):
     torch.manual_seed(0)
-    model = Layers()
+    model = Layers(layer)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, offstage.offload(adamw, model, **{**SMALL, "slots": 2, **HOSTED, **config})
 
@@ -606,6 +617,8 @@ ALL_HOSTED = {
     "hosted_postponed": partial(hosted, **FORWARD),
     "hosted_postponed_and_clipped": partial(hosted, **FORWARD, **BY_TORCH),
     "hosted_in_backward": partial(hosted, **EARLY),
+    # The first chunk of a layer is updated before it leaves the device; the second one waits for the bias.
+    "hosted_in_backward_in_part": partial(hosted, layer=Unbiased, **EARLY),
     "hosted_in_backward_and_accumulated": partial(hosted, **BOTH, **ACCUMULATED),
     "hosted_clipped_now_and_then": partial(hosted, **NOW_AND_THEN, **EARLY),
     "hosted_clipped_now_and_then_and_accumulated": partial(hosted, **NOW_AND_THEN, **BOTH, **ACCUMULATED),
@@ -740,6 +753,7 @@ def test_the_waits_are_these():
         "update: the gradients were used",
         "update: the state is fetched",
         "update: the weights are fetched",
+        "weights: a part of the update is done",
         "weights: the fetch is over",
         "weights: the gradient has left",
         "weights: the gradient is made",

@@ -435,15 +435,19 @@ class Engine:
         """The layer of `states`, whose weights live on the host, is about to leave the device.
 
         What is due of them has been given to the lanes. A speculative update is not settled yet, but neither its weight
-        nor its gradient has to stay on the device for that.
+        nor its gradient has to stay on the device for that. One of which only some chunks are updated, because the rest
+        waits for another gradient, needs its own.
         """
+        lanes = self.transport.lanes
         rounds = [round for round in (self.round, self.postponed) if round is not None]
         for state in states:
             pending = self.pending.get(state)
             if pending is not None:
-                self.transport.lanes.wait(pending.updated, "weights: the update is done")
+                lanes.wait(pending.updated, "weights: the update is done")
                 self.transport.gradients.let_go_of(state)
-                _touch(self.transport.lanes, [pending.update])
+                _touch(lanes, [pending.update])
+            elif any(0 < round.left.get(state, 0) < len(self.arenas.chunks_of[state]) for round in rounds):
+                lanes.wait(self._last_update, "weights: a part of the update is done")
             for update in [round.ready[state] for round in rounds if state in round.ready]:
                 update.weight = torch.empty_like(update.weight[:0])  # a slice would keep the whole copy alive
                 if pending is not None:
