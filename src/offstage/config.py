@@ -166,7 +166,7 @@ class OffloadConfig:
     and `replan` (with the peak so far) derive a `device_budget` from it."""
 
     host_budget: int | str | None = None
-    """The most host memory for state."""
+    """The most host memory for state, and for weights and gradients that live there."""
 
     min_bytes: int | str = "64KiB"
     """Parameters with less state than this stay resident. ``None``: the default."""

@@ -1289,6 +1289,19 @@ BAD = {
 }
 
 
+@EACH
+def test_a_host_budget_is_for_weights_and_state_together(mode):
+    model, optimizer = offloaded(config=MODES[mode])
+    iterate(model, optimizer, range(2))
+    receipt = optimizer.receipt()
+    need = receipt.host_state_bytes + receipt.host_weight_bytes
+    if "backward" not in mode and mode != "both":
+        need += receipt.host_gradient_bytes
+    offloaded(config={**MODES[mode], "host_budget": need})
+    with pytest.raises(HostMemoryError, match=r"host_budget of .* cannot hold"):
+        offloaded(config={**MODES[mode], "host_budget": need - 4096})
+
+
 def state_of(model):
     """All that `offload` could have changed."""
     hooks = [

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import torch
@@ -31,7 +31,7 @@ from offstage.memory.arena import check_owner
 from offstage.memory.cpus import beside_a_loop, cpus_near, num_threads
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.planning.plan import HOST_SLOTS
-from offstage.rules.rule import ParamState, Rule
+from offstage.rules.rule import HostedLayer, ParamState, Rule
 
 logger = logging.getLogger("offstage")
 
@@ -76,6 +76,8 @@ class Transport:
         self.window_cut: str | None = None
         """Why the window is smaller than it should be."""
         self.bytes_updated_on_host = 0
+        self.layers: Sequence[HostedLayer] = ()
+        """Layers whose weights live on the host."""
         self._rule, self._config, self._arenas = rule, config, arenas
         self.external_writes = ExternalWrites(rule, device)
         self._moved_before = Moved()
@@ -120,6 +122,7 @@ class Transport:
             self.link_gb_per_s = other.link_gb_per_s
         self.external_writes.carry_on(other.external_writes)
         self._moved_before = other.moved
+        self.layers = other.layers
         self.gradients.carry_on(other.gradients, states)
 
     # Runtime
@@ -241,8 +244,8 @@ class Transport:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for state, and for gradients that leave."""
-        return self.host_state_bytes + self.gradients.nbytes
+        """Host memory for state, for gradients that leave, and for weights that live there."""
+        return self.host_state_bytes + self.gradients.nbytes + sum(layer.host_bytes for layer in self.layers)
 
     @property
     def host_gb_per_s(self) -> float:

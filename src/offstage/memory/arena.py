@@ -177,7 +177,7 @@ def check_host_memory(
     total = need_bytes + already_bytes
     if host_budget is not None and total > host_budget:
         raise HostMemoryError(
-            f"host_budget of {format_size(host_budget)} cannot hold {format_size(total)} of state. "
+            f"host_budget of {format_size(host_budget)} cannot hold {format_size(total)}. "
             f"Raise it to {format_size(total, up=True)}, lower fraction, or use master_weights='split' or "
             "state_dtype='bfloat16'."
         )

@@ -96,10 +96,12 @@ class Places:
         for device, states in by_device.items():
             for state, placement in zip(states, plans[device].placements, strict=True):
                 state.placement = placement
+        stay = [state.param for state in wanted if state.placement is not Placement.STREAMED]
+        moved_bytes = moving.host_bytes(stay) if moving is not None else 0
         try:
-            with self._check_host_memory(plans, by_device, existing or {}):
+            with self._check_host_memory(plans, by_device, existing or {}, moved_bytes):
                 if moving is not None:
-                    self._move_weights(moving, wanted)
+                    self._move_weights(moving, wanted, stay)
                 for device, states in by_device.items():
                     new = [state for state in states if state is not self.states.get(state.param)]
                     self._build(device, new, plans[device], group_of, existing or {})
@@ -108,12 +110,13 @@ class Places:
         self._plans = plans
         self._signatures = [self._rule.signature(group) for group in groups]
 
-    def _move_weights(self, moving: MovingWeights, states: Sequence[ParamState]) -> None:
-        """Weights whose state streams, and those without any, go to the host."""
-        stay = [state.param for state in states if state.placement is not Placement.STREAMED]
+    def _move_weights(self, moving: MovingWeights, states: Sequence[ParamState], stay: Sequence[torch.Tensor]) -> None:
+        """Weights whose state streams, and those without any, go to the host; not those of `stay`."""
         for device in {state.device for state in states} | moving.devices:
             self._engine(device).transport.connect()
-        moving.move(stay, self.lanes, self.timers)
+        made = moving.move(stay, self.lanes, self.timers)
+        for device, engine in self.engines.items():
+            engine.transport.layers = [layer for layer in made.layers if layer.device == device]
 
     @property
     def lanes(self) -> dict[torch.device, Lanes]:
@@ -186,8 +189,12 @@ class Places:
         plans: Mapping[torch.device, Plan],
         by_device: Mapping[torch.device, Sequence[ParamState]],
         existing: Mapping[torch.Tensor, Mapping[str, Any]],
+        moved_bytes: int,
     ) -> Claim:
-        """Raise if the host has no room for these plans: [Note: host memory]."""
+        """Raise if the host has no room for these plans: [Note: host memory].
+
+        `moved_bytes`: what weights that go there will take, which is checked again when they do.
+        """
         wanted = [state for states in by_device.values() for state in states]
         there = sum(self.size_of(state).padded_bytes for state in wanted if state.home is not None)
         there += sum(engine.transport.staging_bytes for engine in self.engines.values())
@@ -211,7 +218,7 @@ class Places:
         return check_host_memory(
             sets * need,
             None if self._config.host_budget is None else int(self._config.host_budget),
-            already_bytes=sum(engine.transport.host_bytes for engine in self.engines.values()),
+            already_bytes=sum(engine.transport.host_bytes for engine in self.engines.values()) + moved_bytes,
             beside=beside,
         )
 

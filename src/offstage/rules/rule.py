@@ -92,6 +92,10 @@ class HostedLayer(Protocol):
         """The mark behind which the copy is there."""
 
     @property
+    def host_bytes(self) -> int:
+        """What they take there, with a second set if there is one."""
+
+    @property
     def is_on_host(self) -> bool:
         """Whether the host has waited for the last store."""
 

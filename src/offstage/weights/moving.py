@@ -67,14 +67,9 @@ class MovingWeights:
         stay: Iterable[torch.Tensor],
         lanes: Mapping[torch.device, Lanes],
         timers: Mapping[torch.device, StepTimer],
-    ) -> None:
+    ) -> HostWeights:
         """Move everything to where it lives. `stay`: parameters whose weights stay where they are used."""
-        staying = set(stay)
-        chosen = {
-            layer: {name: param for name, param in params.items() if param not in staying}
-            for layer, params in self._chosen.items()
-        }
-        chosen = {layer: params for layer, params in chosen.items() if params}
+        chosen = self._leaving(stay)
         need = sum(param.nbytes for params in chosen.values() for param in params.values())
         if not need:
             raise OffloadIneffectiveError(
@@ -91,12 +86,9 @@ class MovingWeights:
         # What is on the host already moves a layer at a time, and the memory it leaves is free again.
         there = sum(one.nbytes for params in chosen.values() for one in params.values() if one.device.type == "cpu")
         largest = max(sum(param.nbytes for param in params.values()) for params in chosen.values())
-        gradients = 0 if self._config.update_in_backward else need
-        budget = None if self._config.host_budget is None else int(self._config.host_budget)
         with check_host_memory(
-            need - max(0, there - largest) + gradients,
-            budget,
-            max(0, there - largest),
+            self.host_bytes(stay) - max(0, there - largest),
+            None,  # the budget is for weights and state together
             what=f"weights={self._config.weights!r}",
             remedy="Keep more weights on the device (weights='40GiB'), or free host memory.",
         ):
@@ -107,6 +99,20 @@ class MovingWeights:
             if not any(weight.param is tensor for weight in self.made.weights):
                 tensor.data = tensor.data.to(home_of(tensor))
                 forget_home(tensor)
+        return self.made
+
+    def _leaving(self, stay: Iterable[torch.Tensor]) -> Chosen:
+        staying = set(stay)
+        chosen = {
+            layer: {name: param for name, param in params.items() if param not in staying}
+            for layer, params in self._chosen.items()
+        }
+        return {layer: params for layer, params in chosen.items() if params}
+
+    def host_bytes(self, stay: Iterable[torch.Tensor]) -> int:
+        """Host memory for the weights that leave, and for their gradients if these are not used at once."""
+        weights = sum(param.nbytes for params in self._leaving(stay).values() for param in params.values())
+        return weights if self._config.update_in_backward else 2 * weights
 
     def undo(self) -> None:
         """Everything is where it was."""
