@@ -631,6 +631,7 @@ ALL_HOSTED = {
     "hosted_replanned": partial(hosted, between=replan, **FORWARD),
     "hosted_optimizer_loaded": partial(hosted, between=load_optimizer, **FORWARD),
     "hosted_dropped": partial(hosted_dropped, **EARLY),
+    "hosted_dropped_and_postponed": partial(hosted_dropped, **FORWARD),
     "hosted_layers_skipped": partial(hosted_layers_skipped, **FORWARD),
     "hosted_saved_with_speculation": hosted_saved_with_speculation,
 }

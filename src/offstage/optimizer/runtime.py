@@ -497,6 +497,14 @@ class Runtime:
         for engine in self.engines:
             engine.close()
 
+    def __del__(self) -> None:
+        """Dropped: updates that a step has left to the next forward are made, as the weights are still the model's."""
+        weights: HostWeights | None = getattr(self, "weights", None)
+        if weights is not None and any(engine.postponed is not None for engine in self.engines):
+            for engine in self.engines:
+                engine.finish_postponed()
+            weights.settle()
+
     # Looking
 
     def state_of(self, param: torch.Tensor) -> ParamState:
