@@ -1474,7 +1474,7 @@ class Counting(LazyLanes):
 
 
 @EACH
-@pytest.mark.parametrize(("clip", "micro_batches"), [("none", 1), ("never", 2)])
+@pytest.mark.parametrize(("clip", "micro_batches"), [("none", 1), ("never", 2), ("sometimes", 1), ("sometimes", 2)])
 def test_the_receipt_counts_what_was_copied(mode, clip, micro_batches):
     """Up and down, and each step's by what it was."""
     copied = {}
@@ -1499,7 +1499,8 @@ def test_the_receipt_counts_what_was_copied(mode, clip, micro_batches):
             receipt = optimizer.receipt()
             assert (receipt.total_bytes_fetched, receipt.total_bytes_stored) == (up, copied.get(Lane.STORE, 0))
             assert (receipt.bytes_fetched, receipt.bytes_stored) == (by_step[-1].up, by_step[-1].down)
-        if mode != "under forward":  # where some of the last step is still to come
+        # Some of the last step is still to come where it was left to the next forward.
+        if mode != "under forward" and not (mode == "both" and receipt.speculation_misses):
             assert sum(one.up for one in by_step) == receipt.total_bytes_fetched
             assert sum(one.down for one in by_step) == receipt.total_bytes_stored
         optimizer.synchronize()

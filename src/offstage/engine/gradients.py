@@ -43,7 +43,8 @@ class HostGradient:
         """What clipping has found: factors by which it is still to be scaled, one after the other."""
         self.here: torch.Tensor | None = None
         """It has returned: the tensor on the device, newer than what is on the host."""
-        self.bytes_returned = 0
+        self.bytes_left = self.bytes_returned = 0
+        """So far: to the host, and back as a whole."""
         self.stored: Mark = None
         self.order = 0
         """Stores follow each other on one lane: waiting for a larger number waits for this one."""
@@ -75,6 +76,7 @@ class HostGradient:
         self._updating = updating
         lanes.touch(reads=[grad] if updating else (), writes=() if updating else [grad])
         self.order = next(_orders)
+        self.bytes_left += grad.nbytes
         with self._timer.working():
             self.stored = lanes.submit(
                 Lane.STORE,
@@ -217,7 +219,7 @@ class HostGradient:
         """Other lanes from now on: state has moved. The host has waited for the old ones."""
         self._await_copies()
         self.stored = self.read = None
-        self.bytes_returned = 0
+        self.bytes_left = self.bytes_returned = 0
         self._lanes, self._timer = lanes, timer
 
     def close(self) -> None:
@@ -229,9 +231,7 @@ class HostGradients:
     """One device's gradients on the host. Their memory is kept for the next iteration until it is given back."""
 
     def __init__(self, lanes: Lanes, timer: StepTimer, *, pin: bool) -> None:
-        self.bytes_left = 0
-        """That have left so far."""
-        self._returned_before = 0
+        self._left_before = self._returned_before = 0
         self._used: set[ParamState] = set()
         """Whose gradients have left in this iteration."""
         self._lanes, self._timer, self._pin = lanes, timer, pin
@@ -249,6 +249,11 @@ class HostGradients:
     @property
     def nbytes(self) -> int:
         return sum(gradient.nbytes for gradient in self._of.values())
+
+    @property
+    def bytes_left(self) -> int:
+        """That have left so far, some of them more than once."""
+        return self._left_before + sum(gradient.bytes_left for gradient in self._of.values())
 
     @property
     def bytes_returned(self) -> int:
@@ -271,7 +276,6 @@ class HostGradients:
         """`grad`, flat, leaves for the host. `norm`: its 2-norm. `updating`: an update reads it, too, and keeps it."""
         gradient = self.of(state)
         gradient.leave(grad, norm, updating=updating)
-        self.bytes_left += grad.nbytes
         self._leaving.append(gradient)
         while len(self._leaving) > _MOST_LEAVING:
             self._leaving.popleft().let_go()
@@ -307,6 +311,7 @@ class HostGradients:
         for state in list(self._of if states is None else states):
             if (gradient := self._of.pop(state, None)) is not None:
                 self._used.discard(state)
+                self._left_before += gradient.bytes_left
                 self._returned_before += gradient.bytes_returned
                 gradient.forget()
                 gradient.close()
