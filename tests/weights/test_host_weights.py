@@ -35,6 +35,7 @@ from offstage.modules import is_ours
 from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.weights.choosing import WEIGHT_SLOTS
+from offstage.weights.host_layer import HostLayer
 from offstage.weights.host_weights import host_weight_of
 from tests.support import overlap
 from tests.support.contract import SMALL, adamw, assert_same, assert_same_tree, snapshot
@@ -1017,6 +1018,36 @@ def stop(*_):
 
 def interrupt(*_):
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("at", [1, 2, 4, 7])
+@pytest.mark.parametrize("cue", ["forward", "synchronize", "backward"])
+@pytest.mark.parametrize("mode", ["under forward", "both"])
+def test_no_room_for_a_layer_can_be_tried_again(mode, cue, at):
+    """Updates that were left to the next forward are not lost with it."""
+    cues = {
+        "forward": lambda model, optimizer: loss_of(model, 50),
+        "synchronize": lambda model, optimizer: optimizer.synchronize(),
+        "backward": lambda model, optimizer: loss_of(model, 50).backward(),
+    }
+    fetch, calls = HostLayer._fetch, []
+
+    def has_no_room(layer):
+        calls.append(layer)
+        if len(calls) == at:
+            raise torch.OutOfMemoryError("no room")
+        return fetch(layer)
+
+    def life(model, optimizer):
+        iterate(model, optimizer, range(3), clip=1e-3)
+        if optimizer.config.moves_weights:
+            with mock.patch.object(HostLayer, "_fetch", has_no_room), contextlib.suppress(torch.OutOfMemoryError):
+                cues[cue](model, optimizer)
+            calls.clear()
+            optimizer.zero_grad()
+        iterate(model, optimizer, range(3, 6), clip=1e-3)
+
+    same(life, mode)
 
 
 @pytest.mark.parametrize(("where", "error"), [("first", stop), ("layers.3.up", stop), ("layers.3.up", interrupt)])

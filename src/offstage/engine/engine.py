@@ -233,6 +233,9 @@ class Engine:
                 for chunk in dict.fromkeys(chunk for state in wanted for chunk in self.arenas.chunks_of[state]):
                     self._update_chunk(round, chunk)
         except Exception as error:
+            if not round.travelling:  # there was no room for a layer: nothing is half done, and it can be tried again
+                self.updating = False
+                raise
             self.postponed = None  # what is left of it is lost with the step
             self._lose(error)
         self.updating = False
