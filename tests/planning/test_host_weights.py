@@ -329,3 +329,20 @@ def test_what_was_measured_is_predicted(case):
     assert found.iteration_ms == pytest.approx(row["iteration_ms"], rel=0.15)
     if case in PEAKS:
         assert found.device_peak_bytes == pytest.approx(row["peak_gib"] * GIB, rel=0.05)
+
+
+# The first iteration
+
+
+@pytest.mark.parametrize(
+    ("config", "work", "keeps"),
+    [
+        ({"device_budget": "1GiB"}, {}, False),
+        ({"update_on": "host"}, {}, True),
+        ({"device_budget": "1GiB"}, {"world": World(data=2, shard_weights=True)}, True),
+    ],
+)
+def test_a_note_says_whether_the_first_iteration_is_larger(config, work, keeps):
+    """Gradients leave in it; not those that the CPU needs, nor those of shards."""
+    plan = make_plan(MODEL, machine(), OffloadConfig(update_in_backward=True, **config), workload=WORK, **work)
+    assert any("the first iteration keeps more gradients" in note for note in plan.notes) == keeps

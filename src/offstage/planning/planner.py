@@ -16,7 +16,7 @@ from offstage.errors import ConfigError, HostMemoryError
 from offstage.planning.group_slots import with_slots
 from offstage.planning.machine import Machine
 from offstage.planning.plan import Placed, Plan
-from offstage.planning.predict import CHOSEN, Candidate, Prediction, Workload
+from offstage.planning.predict import CHOSEN, LEAST_LEAVING, Candidate, Prediction, Workload
 from offstage.planning.search import Search
 from offstage.planning.sizes import Mask, Numbers, ParamSize, Source, World, param_sizes, total
 
@@ -191,12 +191,14 @@ def _notes(search: Search, placed: Placed, prediction: Prediction) -> Iterator[s
 def _first_peak(search: Search, placed: Placed, prediction: Prediction) -> int:
     """With `update_in_backward`: the peak of the first iteration, which only learns what is used at once.
 
-    Gradients of streamed state leave for the host in it, but for those of shards; others stay until `step()`.
+    Gradients leave for the host in it, but for those of shards, small ones of resident state, and those that the CPU
+    needs; these stay until `step()`.
     """
     config, work, rank = search.config, search.workload, search.rank
     if not config.update_in_backward or work.clips or config.moves_weights:
         return 0
     stay = rank.gradient_bytes
     if search.world.ranks == 1:
-        stay -= total(rank.columns.weight_bytes, placed.streamed)
+        sizes = rank.columns.weight_bytes
+        stay -= total(sizes, placed.streamed | (placed.resident & (sizes >= LEAST_LEAVING)))
     return prediction.device_state_bytes + rank.weight_bytes + stay + int(work.other_bytes)

@@ -37,6 +37,8 @@ the weights whose gradients come last, when the device is fullest."""
 HOST_CHUNK = 3
 """Chunks that the CPU updates are this many times larger than others: every chunk costs a thread some time under the
 GIL, and in a staging buffer a chunk takes only a third of what its state takes."""
+LEAST_LEAVING = 64 * 1024
+"""Bytes of a gradient of resident state that waits on the host in the first iteration of `update_in_backward`."""
 LINK_IN_BACKWARD = 0.95
 """Share of its rate that the link reaches during backward, where chunks wait for the last of their gradients."""
 _CPU_IN_BACKWARD = 0.85

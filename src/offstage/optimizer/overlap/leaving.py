@@ -23,13 +23,11 @@ from offstage.optimizer.checks import check_grad
 from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.overlap.selection import BackwardSelection
 from offstage.optimizer.places import Places
+from offstage.planning.predict import LEAST_LEAVING
 from offstage.rules.rule import ParamState, ParamUpdate
 from offstage.tensors import flat_like, norm_of
 
 logger = logging.getLogger("offstage")
-
-LEAST_LEAVING = 64 * 1024
-"""Bytes of a gradient of resident state that leaves the device."""
 
 
 class Wait(enum.Enum):
