@@ -184,15 +184,18 @@ def test_other_machines(tmp_path, monkeypatch):
 
 
 def test_trial():
-    assert trial(CPU) == Finding("trial", "3 offloaded steps have the bits of resident state")
+    assert trial(CPU) == Finding(
+        "trial", "3 offloaded steps have the bits of resident state, with weights on the host, too"
+    )
 
 
-def test_trial_that_finds_other_bits(monkeypatch):
+@pytest.mark.parametrize("setting", ["host_fraction", "weights"])
+def test_trial_that_finds_other_bits(monkeypatch, setting):
     right = doctor._trained
 
     def wrong(device, steps, **config):
         weights = right(device, steps, **config)
-        if "chunk_bytes" in config:
+        if setting in config:
             weights[2][5, 7] += 1e-6
         return weights
 

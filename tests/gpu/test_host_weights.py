@@ -104,3 +104,10 @@ def test_the_host_does_not_wait_in_forward_and_backward() -> None:
                 optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
+
+
+def test_the_doctors_trial() -> None:
+    """With gradients that are assigned by hand, beside weights on the host."""
+    from offstage.cli.doctor import trial
+
+    assert trial(torch.device("cuda")).verdict == "fine"

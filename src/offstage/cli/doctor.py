@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from offstage import Machine, offload
+from offstage import Machine, OffloadedOptimizer, offload
 from offstage.cli.system_info import SystemInfo
 from offstage.config import format_size
 from offstage.planning.machine import UPDATE_BYTES_PER_PARAM
@@ -156,7 +156,10 @@ def _memory(s: SystemInfo) -> Iterator[Finding]:
     free = min(left, default=s.host_bytes)
     whose = ", the cgroup's limit" if s.cgroup_left is not None and s.cgroup_left == free else ""
     found = f"{format_size(s.host_bytes)}, {format_size(free)} free{whose}"
-    params = f"AdamW state of {free / 12 / 1e9:.1f} billion bf16 parameters (12 bytes each) would fit"
+    params = (
+        f"AdamW state of {free / 12 / 1e9:.1f} billion bf16 parameters (12 bytes each) would fit, or that of as many "
+        "with split masters and their weights beside it (weights='host')"
+    )
     if whose and s.host_available is not None and free < s.host_available // 2:
         yield Finding(
             "host memory",
@@ -317,7 +320,8 @@ def _host_rates(m: Machine, s: SystemInfo) -> Iterator[Finding]:
 
 
 def trial(device: torch.device, *, steps: int = 3) -> Finding:
-    """A few offloaded steps, half of the state updated by the device and half by the CPU, against resident state."""
+    """A few offloaded steps against resident state: once half of the state updated by the device and half by the CPU,
+    and once with the weights on the host, too."""
     try:
         different = _different_elements(device, steps)
     except Exception as error:
@@ -336,19 +340,21 @@ def trial(device: torch.device, *, steps: int = 3) -> Finding:
             "broken",
             "Offloading must not change a bit. Please report it with the lines above.",
         )
-    return Finding("trial", f"{steps} offloaded steps have the bits of resident state")
+    return Finding("trial", f"{steps} offloaded steps have the bits of resident state, with weights on the host, too")
 
 
 def _different_elements(device: torch.device, steps: int) -> int:
     """After the same steps, from the same weights, with the same gradients."""
-    offloaded = _trained(device, steps, min_bytes=0, chunk_bytes="64KiB", host_fraction=0.5)
     if device.type == "cuda":
         resident = _trained(device, steps)  # torch's own fused kernel
     else:
         resident = _trained(device, steps, fraction=0.0)
-    return sum(
-        int((a.view(torch.int32) != b.view(torch.int32)).sum()) for a, b in zip(offloaded, resident, strict=True)
-    )
+    different = 0
+    for config in ({"host_fraction": 0.5}, {"weights": "host", "overlap_forward": True}):
+        offloaded = _trained(device, steps, min_bytes=0, chunk_bytes="64KiB", **config)
+        for a, b in zip(offloaded, resident, strict=True):
+            different += int((a.view(torch.int32) != b.view(torch.int32)).sum())
+    return different
 
 
 def _trained(device: torch.device, steps: int, **config: Any) -> list[torch.Tensor]:
@@ -360,7 +366,12 @@ def _trained(device: torch.device, steps: int, **config: Any) -> list[torch.Tens
     if config:
         optimizer = offload(optimizer, model, **config)
     for _ in range(steps):
+        with torch.no_grad():
+            model(torch.ones(1, 128, dtype=torch.float32, device=device))  # weights on the host come for it
         for param in model.parameters():
-            param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float32, device="cpu").to(device)
+            grad = torch.randn(param.shape, generator=generator, dtype=torch.float32, device="cpu")
+            param.grad = grad.to(param.device)
         optimizer.step()
+    if isinstance(optimizer, OffloadedOptimizer):
+        optimizer.synchronize()
     return [param.detach().cpu() for param in model.parameters()]
