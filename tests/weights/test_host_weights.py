@@ -1443,6 +1443,24 @@ def test_close_gives_ordinary_tensors_back(mode, clip):
         refused(OffstageError, lambda model=model, optimizer=optimizer: iterate(model, optimizer, [0]), "was closed")
 
 
+@pytest.mark.parametrize("config", [*MODES.values(), {**SMALL, "update_in_backward": True}])
+def test_close_gives_gradients_back(config):
+    """Those that have left, scaled by what clipping has found; the model trains on with them."""
+    expected = net()
+    loss_of(expected, 0).backward()
+    nn.utils.clip_grad_norm_(expected.parameters(), 1e-3)
+    for seed in SEEDS:
+        with lazily(seed):
+            model, optimizer = offloaded(config=config)
+            loss_of(model, 0).backward()
+            optimizer.clip_grad_norm_(1e-3)
+            assert isinstance(model.layers[0].up.weight.grad, LeftGradient)
+            optimizer.close()
+        for (name, found), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert type(found.grad) is torch.Tensor
+            assert torch.equal(found.grad, other.grad), name
+
+
 @pytest.mark.parametrize("in_a_cycle", [False, True])
 @EACH
 def test_a_dropped_optimizer_has_made_its_last_update(mode, in_a_cycle):

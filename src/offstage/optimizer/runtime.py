@@ -31,6 +31,7 @@ from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.checks import check_no_duplicates
 from offstage.optimizer.iteration import End, Iteration, lost_by, note_writes
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.overlap.overlap import Overlap
 from offstage.optimizer.overlap.speculation import Norm, Speculation
 from offstage.optimizer.places import Groups, Places
@@ -492,10 +493,18 @@ class Runtime:
             with contextlib.suppress(StepLostError):
                 engine.finish_postponed()
         self.places.give_up("close: the weights are ready")
+        self._give_gradients_back()
         if self.weights is not None:
             self.weights.close(to_device=False)
         for engine in self.engines:
             engine.close()
+
+    def _give_gradients_back(self) -> None:
+        """Those that have left are ordinary tensors again, unless they are of a step that is lost."""
+        if self._lost is None and all(engine.lost is None for engine in self.engines):
+            for param in self.places.states:
+                if isinstance(param.grad, LeftGradient):
+                    param.grad = param.grad.plain()
 
     def __del__(self) -> None:
         """Dropped: updates that a step has left to the next forward are made, as the weights are still the model's."""

@@ -46,6 +46,10 @@ class LeftGradient(torch.Tensor):
         self.gradient.norm = None
         return as_param(flat, self.like)
 
+    def plain(self) -> torch.Tensor:
+        """The gradient as an ordinary tensor, where its weight lives."""
+        return self._data_for(on_device=False)
+
     def _add(self, other: torch.Tensor, alpha: Any) -> None:
         """Autograd accumulates: on the device, with the one rounding that an addition in place has."""
         as_param(self.gradient.on_device(), self.like).add_(other, alpha=alpha)
