@@ -7,6 +7,7 @@
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import re
 from functools import partial
@@ -573,6 +574,18 @@ def gradient_set_by_hand():
     return found
 
 
+def gradient_leaves_again():
+    """The step between was skipped: the memory of the one before is used for something else."""
+    lanes = link_for(torch.device("cpu")).lanes()
+    gradient = HostGradient("weight", 100, torch.float32, lanes, StepTimer(lanes), pin=False)
+    made = [torch.full((100,), float(number)) for number in range(3)]
+    for before, grad in itertools.pairwise([None, *made]):
+        gradient.leave(grad)
+        if before is not None:
+            lanes.touch(writes=[before])
+    return [gradient.on_host().clone()]
+
+
 def link_measured():
     """Copies there and back, into memory that is used for something else right after."""
     lanes = link_for(torch.device("cpu")).lanes()
@@ -650,6 +663,7 @@ OTHERS = [
     window_evicted,
     first_iteration,
     link_measured,
+    gradient_leaves_again,
     gradient_set_by_hand,
 ]
 SCENARIOS = {

@@ -5,7 +5,7 @@ iterations those of the plain step, with weights on the device and on the host.
 The one that is tested runs on lazy lanes with the happens-before checker; both live through the same events.
 """
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.random_lives import Iterations, Steps, assert_same_ends, events_of
@@ -39,6 +39,10 @@ def test_streamed_and_resident_lives_are_the_same(events, kind, chunk_bytes, slo
     st.sampled_from(Iterations.IN_BETWEEN),
     st.integers(1, 3),
     st.integers(0, 1000),
+)
+@example(  # more state is needed while updates wait for the next forward
+    [("iterate", 0), ("iterate", 30), ("amsgrad", 0), ("iterate", 0)],
+    *(Iterations.FORMATS[0], {"weights": "host"}, True, True, None, "nothing", 1, 0),
 )
 @settings(deadline=None, max_examples=150)
 def test_overlapped_and_plain_lives_are_the_same(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
+from offstage.errors import OffstageError
 from tests.support.lives import end_step
 from tests.support.training import same_bits
 
@@ -114,9 +116,9 @@ class Iterations:
     EVENTS = (
         *["iterate"] * 6, "two micro-batches", "checkpointed", "not finite", "by hand", "evaluate", "save and load",
         "load the model", "write a weight", "write state", "read", "lr", "amsgrad", "freeze", "add a group", "drain",
-        "prefetch", "evict",
+        "prefetch", "evict", "replan",
     )  # fmt: skip
-    IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt")
+    IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt", "replan")
     FORMATS = (*FORMATS, (torch.float32, {"fraction": 0.5}))
     PLACES = (
         *({"window": window} for window in (0, "16KiB", "48KiB", "all")),
@@ -164,6 +166,9 @@ class Iterations:
             self.optimizer.prefetch()
         elif what == "evict":
             self.optimizer.evict()
+        elif what == "replan":
+            with contextlib.suppress(OffstageError):  # where backward has updated some weights
+                self.optimizer.replan(fraction=1.0 if self.iterations % 2 else 0.5)
 
     def live(self, event: str, number: int) -> None:
         optimizer, model = self.optimizer, self.model

@@ -72,6 +72,7 @@ class HostGradient:
         `updating`: an update reads it, too, and keeps it.
         """
         lanes = self._lanes
+        self.let_go()  # of one that was not used: its step was skipped
         self.norm, self.scales, self.here, self._leaving = norm, [], None, grad
         self._updating = updating
         lanes.touch(reads=[grad] if updating else (), writes=() if updating else [grad])

@@ -131,6 +131,7 @@ class Runtime:
 
     def place(self) -> None:
         """Parameters or options are new: give them what they need."""
+        self.settle()  # updates that wait for the next forward are of the places as they are
         self.places.place(self.groups)
         self.iteration.number_groups(self.groups)
         if self.overlap is not None:

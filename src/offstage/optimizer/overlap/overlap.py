@@ -209,14 +209,19 @@ class Overlap:
         """The first gradient that counts: what was learned before takes effect."""
         self._leaving.begin_backward(self._engines)
         if self._config.update_in_backward and not self._owner.iteration.early:
+            for engine in self._engines:
+                self._settle_unseen(engine)
             self._owner.follow_groups()
             self.selection.measure(self._engines)
 
-    def _gradient_ready(self, state: ParamState, engine: Engine) -> None:
+    def _settle_unseen(self, engine: Engine) -> None:
+        """What no forward has waited for is waited for now: backward may write into the gradients (DDP does)."""
         if engine.round is None and (unsettled := engine.unsettled):
-            # What no forward has waited for is waited for now: backward may write into the gradients (DDP does).
             self._unseen.update(state.param for state in unsettled)
             engine.settle(unsettled, "backward: the last update is done")
+
+    def _gradient_ready(self, state: ParamState, engine: Engine) -> None:
+        self._settle_unseen(engine)
         if not self._judged:
             self._judged = True
             self._unseen.update(param for one in self._engines for param in _stale_on_host(one) - self._came)
