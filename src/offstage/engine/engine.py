@@ -218,6 +218,9 @@ class Engine:
         left = {state for state, chunks in round.left.items() if chunks}
         assert left <= waiting, "a gradient was taken and not used"
         self.postponed = round if left else None
+        for gradient in [round.ready[state].left for state in left]:
+            if gradient is not None:
+                gradient.postpone(weakref.WeakMethod(self.finish_postponed))
 
     def resume(self, states: Iterable[ParamState]) -> None:
         """The weights of `states` are on the device or on their way: make the updates of them that were postponed."""
@@ -466,7 +469,8 @@ class Engine:
         except Exception as error:
             self._lose(error)
 
-    @torch.no_grad()  # a forward may be running
+    @torch.inference_mode(False)  # an evaluation may be running
+    @torch.no_grad()
     def _finish(self, updates: Sequence[ParamUpdate]) -> None:
         for update in updates:
             if update.of.hosted is None:

@@ -14,11 +14,14 @@ gradient of the next micro-batch.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offstage.engine.timer import StepTimer
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
@@ -53,6 +56,9 @@ class HostGradient:
         self._lanes, self._timer = lanes, timer
         self._arena = Arena(numel, dtype, lanes.device, pin=pin)
         self._leaving: torch.Tensor | None = None
+        self._handed_out: list[Callable[[], object]] = []
+        """What other code has of it: each returns `None` when it is gone."""
+        self._finish: Callable[[], Callable[[], None] | None] | None = None
         self._updating = False
         self._kept: torch.Tensor | None = None
         self._returned: Mark = None
@@ -66,6 +72,30 @@ class HostGradient:
         """The host's memory, for lanes."""
         return self._arena.flat
 
+    # Who else uses it
+
+    def hand_out(self, user: Callable[[], object]) -> None:
+        """Other code has it from now on, until `user` returns `None`."""
+        self._handed_out = [one for one in self._handed_out if one() is not None]
+        self._handed_out.append(user)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether other code may still read it: then its memory is not used for the next one."""
+        return any(one() is not None for one in self._handed_out)
+
+    def postpone(self, finish: weakref.WeakMethod[Callable[[], None]]) -> None:
+        """An update is left to the next forward; `finish` makes it."""
+        self._finish = finish
+
+    def finish_updates(self) -> None:
+        """Other code is about to use it, and may write it: an update that needs it as it is comes first."""
+        finish, self._finish = self._finish, None
+        if finish is not None and (call := finish()) is not None:
+            call()
+
+    # Its trips
+
     def leave(self, grad: torch.Tensor, norm: torch.Tensor | None = None, *, updating: bool = False) -> None:
         """Copy `grad`, which the caller's stream has made, to the host. `norm`: its 2-norm.
 
@@ -74,7 +104,7 @@ class HostGradient:
         lanes = self._lanes
         self.let_go()  # of one that was not used: its step was skipped
         self.norm, self.scales, self.here, self._leaving = norm, [], None, grad
-        self._updating = updating
+        self._updating, self._finish = updating, None
         lanes.touch(reads=[grad] if updating else (), writes=() if updating else [grad])
         self.order = next(_orders)
         self.bytes_left += grad.nbytes
@@ -185,7 +215,9 @@ class HostGradient:
         self._let_write()
         self.let_go()
         self.norm = None
-        return self._arena.tensor(0, self.flat.numel())
+        tensor = self._arena.tensor(0, self.flat.numel())
+        self.hand_out(functools.partial(_alive, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
+        return tensor
 
     def _let_write(self) -> None:
         for mark, reason in (
@@ -261,9 +293,11 @@ class HostGradients:
         """Whole gradients that have come back so far."""
         return self._returned_before + sum(gradient.bytes_returned for gradient in self._of.values())
 
-    def of(self, state: ParamState) -> HostGradient:
-        """Room for the gradient of `state`."""
+    def of(self, state: ParamState, *, again: bool = False) -> HostGradient:
+        """Room for the gradient of `state`. `again`: for the sum with the one that is there."""
         self._used.add(state)
+        if not again and state in self._of and self._of[state].is_held:
+            self._forget(self._of.pop(state))
         if state not in self._of:
             local = state.local
             self._of[state] = HostGradient(
@@ -272,10 +306,11 @@ class HostGradients:
         return self._of[state]
 
     def leave(
-        self, state: ParamState, grad: torch.Tensor, norm: torch.Tensor, *, updating: bool = False
+        self, state: ParamState, grad: torch.Tensor, norm: torch.Tensor, *, again: bool = False, updating: bool = False
     ) -> HostGradient:
-        """`grad`, flat, leaves for the host. `norm`: its 2-norm. `updating`: an update reads it, too, and keeps it."""
-        gradient = self.of(state)
+        """`grad`, flat, leaves for the host. `norm`: its 2-norm. `again`: it is the sum with the one that is there.
+        `updating`: an update reads it, too, and keeps it."""
+        gradient = self.of(state, again=again)
         gradient.leave(grad, norm, updating=updating)
         self._leaving.append(gradient)
         while len(self._leaving) > _MOST_LEAVING:
@@ -312,7 +347,14 @@ class HostGradients:
         for state in list(self._of if states is None else states):
             if (gradient := self._of.pop(state, None)) is not None:
                 self._used.discard(state)
-                self._left_before += gradient.bytes_left
-                self._returned_before += gradient.bytes_returned
+                self._forget(gradient)
                 gradient.forget()
                 gradient.close()
+
+    def _forget(self, gradient: HostGradient) -> None:
+        self._left_before += gradient.bytes_left
+        self._returned_before += gradient.bytes_returned
+
+
+def _alive(storage: StorageWeakRef) -> object:
+    return None if storage.expired() else storage  # type: ignore[no-untyped-call]

@@ -256,7 +256,7 @@ class Places:
         for state in states:
             state.hosted = host_weight_of(state.param) if state.placement is Placement.STREAMED else None
         has_spare = any(engine.arenas.has_spare for engine in self.engines.values())
-        engine.settle(list(engine.pending), "place: the weights are ready")
+        engine.settle(engine.unsettled, "place: the weights are ready")
         engine.transport.synchronize("place: the lanes are drained")
         engine.transport.pipeline.discard_staged()
         for state in states:
@@ -394,14 +394,13 @@ class Places:
     def settle(self, reason: str) -> None:
         """Make the caller's stream wait for all updates."""
         for engine in self.engines.values():
-            engine.finish_postponed()
-            engine.settle(list(engine.pending), reason)
+            engine.settle(engine.unsettled, reason)
 
     def give_up(self, reason: str) -> None:
         """The same, where it does not matter any more whether an update has failed."""
         for engine in self.engines.values():
             with contextlib.suppress(StepLostError):
-                engine.settle(list(engine.pending), reason)
+                engine.settle(engine.unsettled, reason)
                 engine.check()
 
     def moved(self) -> Moved:

@@ -131,7 +131,6 @@ class Runtime:
 
     def place(self) -> None:
         """Parameters or options are new: give them what they need."""
-        self.settle()  # updates that wait for the next forward are of the places as they are
         self.places.place(self.groups)
         self.iteration.number_groups(self.groups)
         if self.overlap is not None:
@@ -165,6 +164,8 @@ class Runtime:
             return
         if (changed := self.iteration.what_changed(self.groups, self.defaults)) is not None:
             self.restart(changed)
+        if self.weights is not None and not self.iteration.early:
+            self.weights.forget_written(unseen=not self.config.overlap_forward)
         updates = self._updates()
         if not updates or not self.steps:
             self._check_in_model()
@@ -490,9 +491,6 @@ class Runtime:
         self.iteration.give_up("The optimizer was closed between backward and step().")
         if self.overlap is not None:
             self.overlap.remove()
-        for engine in self.engines:
-            with contextlib.suppress(StepLostError):
-                engine.finish_postponed()
         self.places.give_up("close: the weights are ready")
         self._give_gradients_back()
         if self.weights is not None:

@@ -187,8 +187,6 @@ class _Trips:
         """Weights come for a forward."""
         self.again = _load(max(0.0, hosted.weights - _LAYERS_KEPT * hosted.largest), 0.0)
         """They come again, but for those that are still there."""
-        self.for_step = _load(max(0.0, hosted.weights - LAYERS_ON_DEVICE * hosted.largest), 0.0)
-        """They come for `step()`, but for those that backward was in last."""
         self.leave = _load(0.0, hosted.trained)
         """Gradients leave."""
         self.back = _load(hosted.trained, 0.0)
@@ -226,7 +224,7 @@ def exposed_with_weights(
     else:
         forwards = [(trips.fetch, hosted.largest / rates.up)] * workload.micro_batches
         if not in_backward:
-            work = trips.for_step + later
+            work = trips.fetch + later
             late += work.ms(rates)
     for load, first_ms in forwards:
         late += _late(load.ms(rates), workload.forward_ms, first_ms, hosted)

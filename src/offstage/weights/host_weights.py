@@ -443,6 +443,15 @@ class HostWeights:
         for module in list(self._here):
             self._drop(module)
 
+    def forget_written(self, *, unseen: bool) -> None:
+        """A step begins: weights that other code has written since they were fetched are fetched again.
+
+        `unseen`: it may have done so in a way that leaves no trace (`.data`).
+        """
+        for module in list(self._here):
+            if unseen or not self._layers[module].is_current:
+                self._drop(module)
+
     def settle(self) -> None:
         """The host waits until its weights are the newest, and may be written."""
         self._keep(())

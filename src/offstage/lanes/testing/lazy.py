@@ -169,7 +169,8 @@ class LazyLanes(Lanes):
     def _run(self, item: _Work) -> None:
         self._pending.remove(item)
         work, item.run, item.before, item.done = item.run, _nothing, [], True  # what it kept alive may go
-        run_all(work)
+        with torch.inference_mode(False), torch.no_grad():  # as on a lane, whatever mode the thread is in that waits
+            run_all(work)
 
 
 def _nothing() -> None:

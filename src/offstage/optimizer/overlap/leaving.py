@@ -120,6 +120,10 @@ class LeavingGradients:
             return
         if returned is None:
             check_grad(state.device, grad, state.name)
+        if grad.requires_grad:  # other code goes on with its graph (create_graph=True): it stays where it is
+            return
+        if returned is None:
+            self._left.pop(state.param, None)  # of a step that was skipped
         if grad.dtype != local.dtype:
             if state.hosted is not None:
                 raise ConfigError(
@@ -128,24 +132,32 @@ class LeavingGradients:
                 )
             return
         flat = flat_like(grad, local) if returned is None else returned
-        left = self._leave(state, engine, flat, norm_of(flat if returned is not None else grad, 2.0))
+        norm = norm_of(flat if returned is not None else grad, 2.0)
+        left = self._leave(state, engine, flat, norm, again=returned is not None)
         # Autograd refers to what it adds to: another thread that removes it from `.grad` must not free it meanwhile.
         state.param.grad = self._left[state.param] = left
 
     def keep_or_leave(self, update: ParamUpdate, engine: Engine) -> LeftGradient:
         """The gradient of a speculative update, while clipping may need it: on the host, or where activations were."""
-        norm = norm_of(update.grad, 2.0)
+        norm, again = norm_of(update.grad, 2.0), isinstance(update.of.param.grad, LeftGradient)
         self._gradient_bytes += update.grad.nbytes
         if self._is_room_for(update.grad, engine):
-            gradient = engine.transport.gradients.of(update.of)
+            gradient = engine.transport.gradients.of(update.of, again=again)
             gradient.keep(update.grad, norm)
             return LeftGradient(update.of.param, gradient, self._turn, stays_on_host=True)
-        return self._leave(update.of, engine, update.grad, norm, updating=True)
+        return self._leave(update.of, engine, update.grad, norm, again=again, updating=True)
 
     def _leave(
-        self, state: ParamState, engine: Engine, flat: torch.Tensor, norm: torch.Tensor, *, updating: bool = False
+        self,
+        state: ParamState,
+        engine: Engine,
+        flat: torch.Tensor,
+        norm: torch.Tensor,
+        *,
+        again: bool,
+        updating: bool = False,
     ) -> LeftGradient:
-        gradient = engine.transport.gradients.leave(state, flat, norm, updating=updating)
+        gradient = engine.transport.gradients.leave(state, flat, norm, again=again, updating=updating)
         return LeftGradient(state.param, gradient, self._turn, stays_on_host=state.hosted is not None)
 
     def _is_room_for(self, grad: torch.Tensor, engine: Engine) -> bool:

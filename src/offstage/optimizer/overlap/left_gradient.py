@@ -9,6 +9,7 @@ optimizer's turn: autograd's thread may add to it while another thread steps.
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offstage.engine.gradients import HostGradient
-from offstage.tensors import as_param
+from offstage.errors import ConfigError
+from offstage.tensors import as_param, flat_like
 
 
 class LeftGradient(torch.Tensor):
@@ -36,6 +38,8 @@ class LeftGradient(torch.Tensor):
         )
         made.gradient, made.turn, made.stays_on_host = gradient, turn, stays_on_host
         made.like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
+        torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]  # a kernel would read address 0
+        gradient.hand_out(weakref.ref(made))
         return made  # type: ignore[no-any-return]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -48,7 +52,45 @@ class LeftGradient(torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """The gradient as an ordinary tensor, where its weight lives."""
-        return self._data_for(on_device=False)
+        with self.turn:
+            self.gradient.finish_updates()
+            return self._data_for(on_device=False)
+
+    # What torch does not send through __torch_dispatch__
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise ConfigError(
+                f"The gradient of {self.gradient.name!r} is {tuple(self.shape)} {self.dtype}; found "
+                f"{tuple(value.shape)} {value.dtype} for its data. Assign to p.grad instead."
+            )
+        with self.turn:
+            self.gradient.finish_updates()
+            self.gradient.set(flat_like(value, self.like))
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.plain().numpy(force=force)
+
+    def __array__(self, dtype: Any = None, *_: Any, **__: Any) -> Any:
+        return self.plain().__array__(dtype)  # type: ignore[no-untyped-call]
+
+    def tolist(self) -> Any:
+        return self.plain().tolist()  # type: ignore[no-untyped-call]
+
+    def cpu(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        return self.plain().cpu(*arguments, **keywords)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        memo[id(self)] = copied = self.plain().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _add(self, other: torch.Tensor, alpha: Any) -> None:
         """Autograd accumulates: on the device, with the one rounding that an addition in place has."""
@@ -60,7 +102,10 @@ class LeftGradient(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        with next(one.turn for one in tree_leaves((args, kwargs)) if isinstance(one, cls)):
+        used = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
+        with used[0].turn:
+            for one in used:
+                one.gradient.finish_updates()
             return cls._use(func, args, kwargs)
 
     @classmethod
@@ -73,7 +118,7 @@ class LeftGradient(torch.Tensor):
                 first._add(other, kwargs.get("alpha", 1))
                 return first
             if func is torch.ops.aten.mul_.Tensor and other.dim() == 0:
-                first.gradient.scale(other.to(first.gradient.device, non_blocking=True))
+                first.gradient.scale(other.detach().to(first.gradient.device, non_blocking=True, copy=True))
                 return first
         leaves = tree_leaves((args, kwargs))
         devices = {one.device for one in leaves if type(one) is torch.Tensor and one.dim()}
