@@ -1329,7 +1329,7 @@ def test_a_host_budget_is_for_weights_and_state_together(mode):
     if "backward" not in mode and mode != "both":
         need += receipt.host_gradient_bytes
     offloaded(config={**MODES[mode], "host_budget": need})
-    with pytest.raises(HostMemoryError, match=r"host_budget of .* cannot hold"):
+    with pytest.raises(HostMemoryError, match=r"host_budget of .* of state, weights and gradients\. Raise it"):
         offloaded(config={**MODES[mode], "host_budget": need - 4096})
 
 
@@ -1478,6 +1478,33 @@ def test_a_dropped_optimizer_has_made_its_last_update(mode, in_a_cycle):
             assert_same_tree(weights(model), weights(expected))
             with torch.no_grad():
                 assert torch.equal(loss_of(model, 0), loss_of(expected, 0))
+
+
+@EACH
+def test_another_optimizer_after_one_that_was_dropped(mode):
+    """As in a notebook. One that is still there is named."""
+
+    def life(config):
+        model, optimizer = offloaded(config=config)
+        iterate(model, optimizer, range(3))
+        if config is not SMALL:
+            refused(
+                ConfigError,
+                lambda: offloaded(model, config),
+                "another optimizer of offstage's",
+                "Call its close() first",
+            )
+        del optimizer
+        gc.collect()
+        _, optimizer = offloaded(model, config)
+        iterate(model, optimizer, range(3, 6))
+        optimizer.synchronize()
+        return weights(model)
+
+    expected = life(SMALL)
+    for seed in SEEDS:
+        with lazily(seed):
+            assert_same_tree(life(MODES[mode]), expected)
 
 
 @pytest.mark.parametrize(

@@ -166,18 +166,19 @@ def check_host_memory(
     *,
     beside: Mapping[str, int] | None = None,
     what: str = "The state",
+    kinds: str = "state",
     remedy: str = "Lower fraction, use master_weights='split' or state_dtype='bfloat16', or free host memory.",
 ) -> Claim:
     """Raise if `need_bytes` more would exceed `host_budget` or the memory that the machine has left.
 
     Returns a claim, which other processes respect: the caller takes the memory while holding it. `beside` is what else
-    training is going to take on the host, by name; `host_budget` does not count it. If nothing is needed, nothing is
-    checked. What is counted, and when, is in [Note: host memory].
+    training is going to take on the host, by name; `host_budget`, which is for `kinds`, does not count it. If
+    nothing is needed, nothing is checked. What is counted, and when, is in [Note: host memory].
     """
     total = need_bytes + already_bytes
     if host_budget is not None and total > host_budget:
         raise HostMemoryError(
-            f"host_budget of {format_size(host_budget)} cannot hold {format_size(total)}. "
+            f"host_budget of {format_size(host_budget)} cannot hold {format_size(total)} of {kinds}. "
             f"Raise it to {format_size(total, up=True)}, lower fraction, or use master_weights='split' or "
             "state_dtype='bfloat16'."
         )

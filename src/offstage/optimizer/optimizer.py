@@ -29,8 +29,7 @@ from offstage.optimizer.replanning import replanned_config
 from offstage.optimizer.runtime import Runtime
 from offstage.planning.plan import Plan
 from offstage.rules import choose_rule, shell_of
-from offstage.weights.host_weights import host_weight_of
-from offstage.weights.moving import describe
+from offstage.weights.moving import describe, refuse_host_weights
 
 logger = logging.getLogger("offstage")
 
@@ -86,6 +85,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, config: OffloadConfig) -> None:
         names = _names_of(optimizer, model)
         _check(optimizer, config, names)
+        refuse_host_weights(optimizer.param_groups, model, names)
         rule = choose_rule(optimizer, config)
         shell = shell_of(optimizer)
         super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -276,12 +276,6 @@ def _check(optimizer: torch.optim.Optimizer, config: OffloadConfig, names: dict[
             f"device_peak={format_size(int(config.device_peak))} needs to know what training takes besides state, "
             "which offload() cannot know yet. Use window='auto', train a few steps and call "
             "optimizer.replan(device_peak=...), or ask make_plan with a workload."
-        )
-    if found := [param for param in params if host_weight_of(param) is not None]:
-        raise ConfigError(
-            f"Parameter {names.get(found[0], '?')!r} lives on the host because of offload_activations(weights=True), "
-            "which is for other optimizers; expected it on the device. Leave weights=True out, and call "
-            "offload(optimizer, model, weights='host')."
         )
 
 

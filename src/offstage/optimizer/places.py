@@ -220,6 +220,7 @@ class Places:
             None if self._config.host_budget is None else int(self._config.host_budget),
             already_bytes=sum(engine.transport.host_bytes for engine in self.engines.values()) + moved_bytes,
             beside=beside,
+            kinds="state, weights and gradients" if self._config.moves_weights else "state",
         )
 
     def still_to_take(self) -> dict[str, int]:

@@ -505,6 +505,11 @@ class HostWeights:
                 model._offstage_weights = None  # type: ignore[assignment]
 
     @property
+    def is_orphaned(self) -> bool:
+        """Whether the optimizer that updated the weights is gone."""
+        return self.listener is not None and self.listener() is None
+
+    @property
     def is_closed(self) -> bool:
         return self._is_closed
 

@@ -19,7 +19,7 @@ from offstage.memory.arena import check_host_memory
 from offstage.rules.rule import has_state
 from offstage.tensors import forget_home, home_of, set_home
 from offstage.weights.choosing import Chosen, choose_weights, movable
-from offstage.weights.host_weights import HostWeights, host_weights_of
+from offstage.weights.host_weights import HostWeights, host_weight_of, host_weights_of
 
 
 class MovingWeights:
@@ -35,7 +35,8 @@ class MovingWeights:
             raise ConfigError(
                 f"weights={config.weights!r}: weights of this model live on the host already, because of "
                 "offload_activations(weights=True) or of another optimizer; expected none. Leave weights=True out of "
-                "offload_activations(): offload(optimizer, model, weights='host') moves them."
+                "offload_activations(), as offload(optimizer, model, weights='host') moves them; or close() the other "
+                "optimizer first."
             )
         self.made: HostWeights | None = None
         self._model, self._config, self._turn = model, config, turn
@@ -153,6 +154,30 @@ def weights_for_other_optimizers(
         made = HostWeights(model, chosen, lanes, homes, ahead=config.prefetch)
     made.serve_other_optimizers()
     return made
+
+
+def refuse_host_weights(
+    groups: Sequence[Mapping[str, Any]], model: nn.Module | None, names: Mapping[torch.Tensor, str]
+) -> None:
+    """Raise if parameters live on the host already; if the optimizer is gone that moved them there, they do no more."""
+    there = host_weights_of(model) if model is not None else None
+    if there is not None and there.is_orphaned:
+        there.close(to_device=False)
+    found = [param for group in groups for param in group["params"] if host_weight_of(param) is not None]
+    if found:
+        by_optimizer = there is not None and there.listener is not None
+        why, remedy = (
+            ("another optimizer of offstage's", "Call its close() first.")
+            if by_optimizer
+            else (
+                "offload_activations(weights=True), which is for other optimizers",
+                "Leave weights=True out, and call offload(optimizer, model, weights='host').",
+            )
+        )
+        raise ConfigError(
+            f"Parameter {names.get(found[0], '?')!r} lives on the host because of {why}; expected it on the device. "
+            f"{remedy}"
+        )
 
 
 def _refuse_own_optimizers(chosen: Chosen) -> None:
