@@ -209,8 +209,11 @@ def in_own_process(name: str, arguments: Sequence[str], *, variables: Mapping[st
                     process.wait()
         if result.exists():
             return json.loads(result.read_text())  # type: ignore[no-any-return]
-        lines = log.read_text(errors="replace").splitlines()
-        return {"error": "\n".join([*lines[-LAST_LINES:], f"exit: {status}"])}
+        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        print("\n".join(lines))
+        # A row says what failed; where the files are on that machine is for the terminal.
+        told = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))]
+        return {"error": "\n".join([*told, f"exit: {status}"])}
 
 
 def report(result: Path, work: Callable[[], Row]) -> None:
