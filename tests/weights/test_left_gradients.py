@@ -52,6 +52,23 @@ def test_a_gradient_that_is_kept_stays_what_it_is(mode):
 
 
 @LEFT
+def test_memory_of_gradients_that_are_not_kept_any_more_is_given_back(mode):
+    for kind in (None, 0):
+        with lazily(kind):
+            model, optimizer = offloaded(config=MODES[mode])
+            iterate(model, optimizer, range(2))
+            expected, kept = optimizer.receipt().host_gradient_bytes, []
+            for number in range(3):
+                loss_of(model, number).backward()
+                kept.append([param.grad for param in model.layers.parameters()])
+                end_step(optimizer)
+            assert optimizer.receipt().host_gradient_bytes == 3 * expected
+            kept.clear()
+            iterate(model, optimizer, range(3, 5))
+            assert optimizer.receipt().host_gradient_bytes == expected
+
+
+@LEFT
 def test_a_gradient_that_is_written_after_the_step(mode):
     """The step was made with what it was, though its update may wait for the next forward."""
 

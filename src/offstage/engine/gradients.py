@@ -90,9 +90,9 @@ class HostGradient:
 
     def finish_updates(self) -> None:
         """Other code is about to use it, and may write it: an update that needs it as it is comes first."""
-        finish, self._finish = self._finish, None
-        if finish is not None and (call := finish()) is not None:
-            call()
+        if self._finish is not None and (finish := self._finish()) is not None:
+            finish()
+        self._finish = None
 
     # Its trips
 
@@ -212,14 +212,15 @@ class HostGradient:
         if self.scales:
             self.on_device()
         self.leave_again()
-        self._let_write()
+        self.await_on_host()
         self.let_go()
         self.norm = None
         tensor = self._arena.tensor(0, self.flat.numel())
         self.hand_out(functools.partial(_alive, StorageWeakRef(tensor.untyped_storage())))  # type: ignore[no-untyped-call]
         return tensor
 
-    def _let_write(self) -> None:
+    def await_on_host(self) -> None:
+        """The host waits until no copy reads or writes its memory."""
         for mark, reason in (
             (self.stored, "gradient: the host reads it"),
             (self.read, "gradient: the host may write it"),
@@ -231,7 +232,7 @@ class HostGradient:
     def set(self, grad: torch.Tensor) -> None:
         """A gradient that other code has assigned."""
         self.forget()
-        self._let_write()
+        self.await_on_host()
         self.flat.copy_(grad)
         self.norm, self.scales, self.stored = None, [], None
 
@@ -269,6 +270,8 @@ class HostGradients:
         """Whose gradients have left in this iteration."""
         self._lanes, self._timer, self._pin = lanes, timer, pin
         self._of: dict[ParamState, HostGradient] = {}
+        self._held: list[HostGradient] = []
+        """Earlier ones that other code had when their parameter's next one left."""
         self._leaving: deque[HostGradient] = deque()
 
     def carry_on(self, other: HostGradients, states: Mapping[torch.Tensor, ParamState]) -> None:
@@ -280,24 +283,28 @@ class HostGradients:
         self._used = {states[state.param] for state in other._used if state.param in states}
 
     @property
+    def _all(self) -> list[HostGradient]:
+        return [*self._of.values(), *self._held]
+
+    @property
     def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self._of.values())
+        return sum(gradient.nbytes for gradient in self._all)
 
     @property
     def bytes_left(self) -> int:
         """That have left so far, some of them more than once."""
-        return self._left_before + sum(gradient.bytes_left for gradient in self._of.values())
+        return self._left_before + sum(gradient.bytes_left for gradient in self._all)
 
     @property
     def bytes_returned(self) -> int:
         """Whole gradients that have come back so far."""
-        return self._returned_before + sum(gradient.bytes_returned for gradient in self._of.values())
+        return self._returned_before + sum(gradient.bytes_returned for gradient in self._all)
 
     def of(self, state: ParamState, *, again: bool = False) -> HostGradient:
         """Room for the gradient of `state`. `again`: for the sum with the one that is there."""
         self._used.add(state)
         if not again and state in self._of and self._of[state].is_held:
-            self._forget(self._of.pop(state))
+            self._held.append(self._of.pop(state))
         if state not in self._of:
             local = state.local
             self._of[state] = HostGradient(
@@ -340,6 +347,10 @@ class HostGradients:
         """Device memory of all that are leaving goes back behind their copies."""
         while self._leaving:
             self._leaving.popleft().let_go()
+        for gradient in [one for one in self._held if not one.is_held]:
+            self._held.remove(gradient)
+            gradient.await_on_host()  # a copy from it may still be under way
+            self._close(gradient)
 
     def drop(self, states: Iterable[ParamState] | None = None) -> None:
         """Give host memory back. The lanes have been drained."""
@@ -347,13 +358,13 @@ class HostGradients:
         for state in list(self._of if states is None else states):
             if (gradient := self._of.pop(state, None)) is not None:
                 self._used.discard(state)
-                self._forget(gradient)
                 gradient.forget()
-                gradient.close()
+                self._close(gradient)
 
-    def _forget(self, gradient: HostGradient) -> None:
+    def _close(self, gradient: HostGradient) -> None:
         self._left_before += gradient.bytes_left
         self._returned_before += gradient.bytes_returned
+        gradient.close()
 
 
 def _alive(storage: StorageWeakRef) -> object:

@@ -10,7 +10,7 @@ Who touches what, and which mark separates them:
 |---|---|---|---|
 | slot | fetch, update | update, store | `fetched`, `updated`; the next fetch into it waits for `slot.free` |
 | arena range | store | fetch | the next fetch of the chunk waits for `chunk.stored` |
-| host gradient | store in backward | fetch | `HostGradient.stored`; the next store waits for `HostGradient.read` |
+| host gradient | store in backward | fetch | `HostGradient.stored`; its update is settled before the next one |
 | layer's weights | their fetch, update | update, store | `layer.fetched`, `updated`; dropped behind `layer.used` |
 | weight | update | the caller | a mark when its gradient is taken, `Pending.updated` after (both in `engine.py`) |
 
