@@ -1443,6 +1443,22 @@ def test_close_gives_ordinary_tensors_back(mode, clip):
         refused(OffstageError, lambda model=model, optimizer=optimizer: iterate(model, optimizer, [0]), "was closed")
 
 
+@EACH
+def test_close_between_a_forward_and_its_backward(mode):
+    """Weights are where `close()` has left them: where backward needs them, or not."""
+    expected = net()
+    model, optimizer = offloaded(config=MODES[mode])
+    loss, again = loss_of(model, 0), loss_of(model, 1)
+    layers = host_weights(optimizer).layers
+    optimizer.close()
+    loss.backward()
+    loss_of(expected, 0).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    for layer in layers:
+        layer.device = torch.device("meta")
+    refused(OffstageError, again.backward, "closed between a forward and its backward", "Call backward first")
+
+
 @pytest.mark.parametrize("config", [*MODES.values(), {**SMALL, "update_in_backward": True}])
 def test_close_gives_gradients_back(config):
     """Those that have left, scaled by what clipping has found; the model trains on with them."""

@@ -535,6 +535,11 @@ class SavedWeight:
             )
         made = torch.empty(0, dtype=self._dtype, device=weight.layer.device)
         if self._owner.is_closed:
+            if param.device != made.device:
+                raise OffstageError(
+                    f"The optimizer was closed between a forward and its backward, which needs {weight.name!r} on "
+                    f"{made.device}; found it on {param.device}, where close() has left it. Call backward first."
+                )
             first = weight.first_byte // made.itemsize
             return made.set_(param.data.untyped_storage(), self._offset - first, self._size, self._stride)  # type: ignore[no-any-return]
         copy = self._owner.copy_of(weight)
