@@ -93,6 +93,25 @@ def test_interpreter_exit_with_copies_in_flight(ending, code):
         assert result.stderr == ""
 
 
+@pytest.mark.parametrize("ending", ["", "optimizer.itself = optimizer"], ids=["end of the program", "in a cycle"])
+def test_interpreter_exit_with_updates_that_wait_for_the_next_forward(ending):
+    """Nothing is made, and nothing is said."""
+    result = run_python(
+        """
+import torch, offstage
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+adamw = torch.optim.AdamW(model.parameters())
+optimizer = offstage.offload(adamw, model, weights="host", overlap_forward=True, min_bytes=0, chunk_bytes="16KiB")
+model(torch.ones(2, 64)).sum().backward()
+optimizer.step()
+from offstage.optimizer.optimizer import runtime_of
+assert runtime_of(optimizer).engines[0].postponed is not None
+"""
+        + ending
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_ctrl_c_from_outside():
     """“Ctrl-C with copies in flight”: a program that is interrupted between steps dies of KeyboardInterrupt, once."""
     result = run_python(PREAMBLE + "import signal\nsignal.raise_signal(signal.SIGINT)")

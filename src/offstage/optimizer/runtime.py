@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -505,10 +506,13 @@ class Runtime:
                 if isinstance(param.grad, LeftGradient):
                     param.grad = param.grad.plain()
 
-    def __del__(self) -> None:
-        """Dropped: updates that a step has left to the next forward are made, as the weights are still the model's."""
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Dropped: updates that a step has left to the next forward are made, as the weights are still the model's.
+
+        At the interpreter's exit nothing can read them any more. (Then module globals may be gone: a default is not.)
+        """
         weights: HostWeights | None = getattr(self, "weights", None)
-        if weights is not None and any(engine.postponed is not None for engine in self.engines):
+        if weights is not None and not is_exiting() and any(engine.postponed is not None for engine in self.engines):
             for engine in self.engines:
                 engine.finish_postponed()
             weights.settle()
