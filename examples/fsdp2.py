@@ -10,6 +10,8 @@ are any; without them the CPU plays the device. A checkpoint loads at any other 
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shutil
 import sys
@@ -70,6 +72,7 @@ def main() -> int:
     device = accelerator or torch.device("cpu")
     make_repeatable(device)
     dist.init_process_group()  # gloo for host tensors, and what the accelerator has for its own
+    atexit.register(gc.collect)  # ends gloo's threads: one that holds a tensor at the very end aborts the process
     mesh, data = init_device_mesh(device.type, (dist.get_world_size(),)), stdlib_bytes()
     folder = [tempfile.mkdtemp(prefix="offstage-fsdp2-") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)  # all ranks save to, and load from, one folder

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,6 +118,7 @@ def check_ranks(settings: ParallelSettings, ranks: int) -> None:
 
 
 def _init(launched: bool) -> None:
+    atexit.register(gc.collect)  # ends gloo's threads: one that holds a tensor at the very end aborts the process
     if launched:
         dist.init_process_group()  # gloo for host tensors, and what the accelerator has for its own
     else:
