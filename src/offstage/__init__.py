@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         StepLostError,
     )
     from offstage.optimizer.optimizer import OffloadedOptimizer, offload
+    from offstage.phases.sleep import asleep, sleep, wake
     from offstage.planning.machine import Machine
     from offstage.planning.measure import measure_machine
     from offstage.planning.plan import Plan
@@ -44,11 +45,14 @@ __all__ = [
     "Workload",
     "World",
     "__version__",
+    "asleep",
     "checkpoint",
     "make_plan",
     "measure_machine",
     "offload",
     "offload_activations",
+    "sleep",
+    "wake",
 ]
 
 _NAMES_OF = {
@@ -63,6 +67,7 @@ _NAMES_OF = {
         "StepLostError",
     ),
     "optimizer.optimizer": ("OffloadedOptimizer", "offload"),
+    "phases.sleep": ("asleep", "sleep", "wake"),
     "planning.machine": ("Machine",),
     "planning.measure": ("measure_machine",),
     "planning.plan": ("Plan",),

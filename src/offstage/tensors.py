@@ -106,6 +106,18 @@ def _same_order(data: torch.Tensor, param: torch.Tensor) -> bool:
     return all(size == 1 or have == want for size, have, want in zip(data.shape, data.stride(), wanted, strict=True))
 
 
+# Memory that is elsewhere #
+
+AWAY = "_offstage_away"
+"""Attribute of a tensor that is asleep or waking: what stands in for its memory."""
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`; while it is asleep its copy on the host, and while it is waking itself, once it is back."""
+    away = vars(tensor).get(AWAY)
+    return tensor if away is None else away.readable(tensor)  # type: ignore[no-any-return]
+
+
 # Shards #
 
 

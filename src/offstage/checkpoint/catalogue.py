@@ -36,7 +36,7 @@ from offstage.errors import ConfigError
 from offstage.memory.arena import ALIGN_BYTES, Arena
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState
-from offstage.tensors import as_param, flat_like, local_box, local_of, reshard
+from offstage.tensors import as_param, flat_like, local_box, local_of, readable, reshard
 
 MODEL, OPTIM, GROUPS, EXTRA = "model", "optim", "optim.param_groups", "extra"
 SHARD_SCALARS = "offstage.shard_scalars"
@@ -135,7 +135,7 @@ def clean_name(model: nn.Module, name: str) -> str:
 
 def part_of(name: str, tensor: torch.Tensor) -> Part:
     """This rank's elements of `tensor`, in memory order."""
-    local = local_of(tensor)
+    local = readable(local_of(tensor))
     offset, size = local_box(tensor)
     strides = as_param(torch.empty(local.numel(), dtype=local.dtype, device="meta"), local.to("meta")).stride()
     return whole(name, tuple(tensor.shape), Box(offset, size), strides)

@@ -207,6 +207,16 @@ class AcceleratorLanes(Lanes):
     def allocated_bytes(self) -> int | None:
         return int(torch.accelerator.memory_allocated(self.device.index))
 
+    def return_memory(self) -> None:
+        torch.accelerator.synchronize(self.device)
+        torch.accelerator.empty_cache()
+
+    def device_memory(self) -> tuple[int, int, int]:
+        free, total = torch.accelerator.get_memory_info(self.device.index)
+        index = self.device.index
+        reserve = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+        return int(free), int(reserve), int(total)
+
     def prioritise(self, mark: Mark) -> None:
         self.priority.mark = mark
 

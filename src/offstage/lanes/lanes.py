@@ -200,6 +200,13 @@ class Lanes(ABC):
         """What the whole process has allocated on the device; `None` where the backend does not count."""
         return None
 
+    def return_memory(self) -> None:  # noqa: B027
+        """Give memory that torch's allocator keeps for later back to the driver. Waits for the device."""
+
+    def device_memory(self) -> tuple[int, int, int]:
+        """(bytes left for any process, bytes in the allocator's reserve, bytes that the device has); 0 if unknown."""
+        return 0, 0, 0
+
     def prioritise(self, mark: Mark) -> None:  # noqa: B027
         """`mark` is of a copy that backward is about to wait for: copies of low priority go behind it."""
 

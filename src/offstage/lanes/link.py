@@ -115,6 +115,18 @@ def measure_duplex(lanes: Lanes, *, pin: bool = True) -> float:
     return _COPIES * _COPY_BYTES / max(min(milliseconds), _SHORTEST_MS) / 1e6
 
 
+def measure_one_way(lanes: Lanes, lane: Lane) -> float:
+    """GB/s of `lane` when nothing goes the other way: the best of a few runs."""
+    memory = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=lanes.device)
+    arena = Arena(_COPY_BYTES, torch.uint8, lanes.device, pin=True)
+    lanes.touch(writes=[memory])
+    pair = (arena.flat, memory) if lane is Lane.STORE else (memory, arena.flat)
+    milliseconds = [_both_ways(lanes, {lane: pair}) for _ in range(1 + _REPEATS)][1:]
+    lanes.touch(writes=[memory])
+    arena.close()
+    return _COPIES * _COPY_BYTES / max(min(milliseconds), _SHORTEST_MS) / 1e6
+
+
 def _both_ways(lanes: Lanes, copies: dict[Lane, tuple[torch.Tensor, torch.Tensor]]) -> float:
     start, last = lanes.stamp(Lane.CALLER), _submit_all(lanes, copies)
     for mark in last:

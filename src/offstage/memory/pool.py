@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`HostPool`: pinned host memory in ranges of any size, which are reused. For activations, whose sizes vary.
+"""`HostPool`: pinned host memory in ranges of any size, which are reused: for activations, and for what sleeps.
 
 The pool allocates slabs and hands out ranges of them; a range that is given back is joined with its free neighbours. So
 the pool grows to about the largest amount in use at one time, whatever the sizes, and stays at that.
@@ -8,6 +8,7 @@ the pool grows to about the largest amount in use at one time, whatever the size
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,10 @@ class Range:
     def tensor(self) -> torch.Tensor:
         """The memory, as bytes."""
         return self.slab.arena.flat[self.start : self.start + self.nbytes]
+
+    def storage(self) -> torch.UntypedStorage:
+        """The memory as a storage of exactly this size: what users get."""
+        return self.slab.arena.tensor(self.start, self.nbytes).untyped_storage()
 
 
 @dataclass(eq=False)
@@ -59,17 +64,60 @@ class HostPool:
 
     def take(self, nbytes: int) -> Range:
         """A range of `nbytes`. Raises if `host_budget` or the machine has no room for it."""
-        padded = round_up(max(nbytes, 1))
+        found = self._fit(nbytes)
+        if found is None:
+            self._add_slab(_padded(nbytes))
+            found = self._fit(nbytes)
+        assert found is not None
+        return found
+
+    def take_all(self, sizes: Sequence[int]) -> Iterator[Range]:
+        """Ranges of `sizes`, in order, from what is free and from slabs of exactly what is missing.
+
+        A slab is made when its first range is asked for: the caller can use the others meanwhile. Ranges that are not
+        asked for, because the caller or the allocation of a slab has failed, are free again.
+        """
+        found = [self._fit(size) for size in sizes]
+        given = 0
+        try:
+            for number, size in enumerate(sizes):
+                taken = found[number]
+                if taken is None:
+                    taken = self._fit(size)
+                if taken is None:
+                    self._slabs.append(_Slab(self._arena(_next_slab(sizes[number:], found[number:]))))
+                    self._slabs[-1].gaps = [(0, self._slabs[-1].arena.nbytes)]
+                    taken = self._fit(size)
+                assert taken is not None
+                given = number + 1
+                yield taken
+        finally:
+            for unused in found[given:]:
+                if unused is not None:
+                    self.give_back(unused)
+
+    def missing_bytes(self, sizes: Sequence[int]) -> int:
+        """How much larger the pool would be after `take_all(sizes)`."""
+        found = [self._fit(size) for size in sizes]
+        for taken in found:
+            if taken is not None:
+                self.give_back(taken)
+        return sum(_padded(size) for size, taken in zip(sizes, found, strict=True) if taken is None)
+
+    def _fit(self, nbytes: int) -> Range | None:
+        """A range of what is free."""
+        padded = _padded(nbytes)
         for slab in self._slabs:
             for number, (start, stop) in enumerate(slab.gaps):
                 if stop - start >= padded:
                     slab.gaps[number : number + 1] = [(start + padded, stop)] if stop - start > padded else []
                     return Range(slab, start, nbytes)
-        slab = self._add_slab(padded)
-        slab.gaps = [(padded, slab.arena.nbytes)] if slab.arena.nbytes > padded else []
-        return Range(slab, 0, nbytes)
+        return None
 
-    def _add_slab(self, padded: int) -> _Slab:
+    def _arena(self, nbytes: int) -> Arena:
+        return Arena(nbytes, torch.uint8, self._device, pin=True)
+
+    def _add_slab(self, padded: int) -> None:
         room = padded if self._budget is None else self._budget - self.nbytes
         if room < padded:
             raise HostMemoryError(
@@ -80,14 +128,11 @@ class HostPool:
         nbytes = max(padded, grown if self._budget is None else min(grown, room))
         remedy = "Offload fewer layers or a smaller fraction, or free host memory."
         with check_host_memory(nbytes, None, what="The pool for activations", remedy=remedy):
-            slab = _Slab(Arena(nbytes, torch.uint8, self._device, pin=True))
-        self._slabs.append(slab)
-        return slab
+            self._slabs.append(_Slab(self._arena(nbytes), [(0, nbytes)]))
 
     def give_back(self, taken: Range) -> None:
         """Free `taken` for reuse. The caller's stream has waited for its last copy, and so has all later work on it."""
-        padded = round_up(max(taken.nbytes, 1))
-        start, stop = taken.start, taken.start + padded
+        start, stop = taken.start, taken.start + _padded(taken.nbytes)
         gaps = taken.slab.gaps
         place = bisect.bisect(gaps, (start, stop))
         if place < len(gaps) and gaps[place][0] == stop:
@@ -104,3 +149,18 @@ class HostPool:
             slab.arena.close()
             self._slabs.remove(slab)
         return [slab.arena.flat for slab in idle]
+
+
+def _padded(nbytes: int) -> int:
+    return round_up(max(nbytes, 1))
+
+
+def _next_slab(sizes: Sequence[int], found: Sequence[Range | None]) -> int:
+    """The size of a slab for the first of `sizes` and those behind it that have no range yet."""
+    total = 0
+    for size, taken in zip(sizes, found, strict=True):
+        if taken is None:
+            if total and total + _padded(size) > _LARGEST_SLAB:
+                break
+            total += _padded(size)
+    return total

@@ -16,8 +16,8 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -47,6 +47,21 @@ from offstage.weights.moving import MovingWeights
 logger = logging.getLogger("offstage")
 
 
+_alive: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+
+def runtimes_with(params: Collection[torch.Tensor]) -> list[Runtime]:
+    """Those of optimizers that update some of `params`."""
+    return [runtime for runtime in _alive if not runtime.places.states.keys().isdisjoint(params)]
+
+
+class Rest(Protocol):
+    """An optimizer's sleep."""
+
+    def use(self, how: str) -> None:
+        """The optimizer is about to be used: raise if it is asleep, and wait for its state if it is waking."""
+
+
 class Runtime:
     """What one optimizer has on its devices and on the host."""
 
@@ -74,6 +89,8 @@ class Runtime:
         self.iteration = Iteration(1, self.places, weakref.WeakMethod(self._ended))
         self.own_state: dict[Any, Any] = {}
         """What the user keeps in `optimizer.state` under keys that are not tensors."""
+        self.rest: Rest | None = None
+        """While it is asleep, and until its state is back."""
         self.steps = 0
         self.skipped_steps = 0
         self.last_moved = Moved()
@@ -87,6 +104,7 @@ class Runtime:
         self._model = weakref.ref(model) if model is not None else None
         self._were_in_model = {param for group in groups() for param in group["params"]}
         self._were_in_model &= set(model.parameters()) if model is not None else set()
+        _alive.add(self)
 
     def start(self, existing: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
         """Place all parameters; `existing` is state that they have elsewhere."""
@@ -132,6 +150,7 @@ class Runtime:
 
     def place(self) -> None:
         """Parameters or options are new: give them what they need."""
+        self.check_awake("add_param_group()")
         self.places.place(self.groups)
         self.iteration.number_groups(self.groups)
         if self.overlap is not None:
@@ -154,6 +173,7 @@ class Runtime:
 
     def step(self) -> None:
         """Make the step of the gradients that there are, or nothing if their norm forbids it."""
+        self.check_awake("step()")
         self.follow_groups()
         with contextlib.ExitStack() as timed:
             for engine in self.engines:
@@ -195,6 +215,7 @@ class Runtime:
 
     def begin_in_backward(self) -> None:
         """The iteration's first update is about to be made, in backward."""
+        self.check_awake("backward()")
         if self.iteration.norm is not None:  # of an iteration that was given up
             self.iteration.revert(drop_norm=True)
         self._begin()
@@ -307,6 +328,7 @@ class Runtime:
         self, max_norm: float, norm_type: float, group: torch.distributed.ProcessGroup | None
     ) -> torch.Tensor:
         """The norm of all gradients, and the gradients scaled by it, now or when it is known whether they must be."""
+        self.check_awake("clip_grad_norm_()")
         iteration = self.iteration
         if iteration.early and not iteration.speculative:
             raise OffstageError(
@@ -418,6 +440,26 @@ class Runtime:
 
     # Waiting
 
+    def check_awake(self, how: str) -> None:
+        """Raise if the optimizer sleeps; if it is waking, the caller's stream waits for its state."""
+        if self.rest is not None:
+            self.rest.use(how)
+
+    def check_between_steps(self) -> None:
+        """Raise if backward has updated weights and `step()` has not come yet."""
+        if self.overlap is not None:
+            self.overlap.check_between_steps()
+
+    def free_slots(self, device: torch.device) -> int:
+        """Give the slots' and the window's memory back until it is needed. Returns how much. All is drained."""
+        engine = self.places.engines.get(device)
+        if engine is None:
+            return 0
+        pipeline = engine.transport.pipeline
+        freed = pipeline.device_bytes
+        pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
+        return freed
+
     def synchronize(self) -> None:
         """Make the host and the caller's stream wait until all weights and state are new and where they live."""
         self.places.settle("synchronize: the weights are ready")
@@ -440,8 +482,7 @@ class Runtime:
 
     def drain_state(self) -> None:
         """The state on the host is about to be read, or written: it is the newest, and the only one."""
-        if self.overlap is not None:
-            self.overlap.check_between_steps()
+        self.check_between_steps()
         self.synchronize()
         for engine in self.engines:
             engine.transport.pipeline.discard_staged()
@@ -452,6 +493,7 @@ class Runtime:
 
     def before_overwrite(self) -> None:
         """State is about to be written by something other than a step: a save that is still reading it goes first."""
+        self.check_awake("a write to its state")
         self.places.wait_for_snapshots()
 
     # Placing by hand
@@ -461,6 +503,7 @@ class Runtime:
         if self.overlap is None or not self.config.window:
             raise ConfigError("prefetch() fetches into the window; found window=0. Use window='all'.")
         self.check_not_lost()
+        self.check_awake("prefetch()")
         for engine in self.engines:
             engine.transport.prepare()
             self.overlap.prefetch(engine)
@@ -473,6 +516,7 @@ class Runtime:
 
     def move_to(self, config: OffloadConfig) -> None:
         """All state to the plan that `config` gives. If it fails, nothing has changed."""
+        self.check_awake("replan()")
         self.drain_state()
         places = self.places.moved_to(with_slots(config, self.model), self.groups)
         if self.weights is not None:

@@ -14,7 +14,7 @@ import torch
 from offstage.config import Placement
 from offstage.errors import ConfigError
 from offstage.lanes.host_threads import Slice
-from offstage.tensors import home_of, local_of, order_of
+from offstage.tensors import home_of, local_of, order_of, readable
 
 MASTER_KEY = "master_weight"
 """fp32 masters: the key of their arena, and the name under which any master appears in a state dict."""
@@ -140,7 +140,7 @@ class ParamState:
     @property
     def local(self) -> torch.Tensor:
         """What of the parameter is on this rank: all of it, or its shard ([Note: the life of a sharded state])."""
-        return local_of(self.param)
+        return readable(local_of(self.param))
 
     @property
     def master_kind(self) -> str | None:
@@ -153,7 +153,7 @@ class ParamState:
 
     def raw(self, name: str) -> torch.Tensor:
         """The flat tensor in which `name` is kept, without a copy and with a storage of its own size."""
-        return self.resident[name] if self.home is None else self.home.tensor(self.index, name)
+        return readable(self.resident[name]) if self.home is None else self.home.tensor(self.index, name)
 
     def check_unmoved(self) -> None:
         """Raise if the parameter is no longer what the state was made for."""

@@ -1,0 +1,385 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Lot` and `ParkedStorage`: storages of one device that wait on the host, and their way there and back.
+
+`HERE → AWAY → COMING → HERE`. A storage, not a tensor, is what moves: views and tied weights move once, and every
+tensor stays the object it was. What is `AWAY` has no device memory; its values are in a range of the lot's host memory.
+
+| buffer | written by | read by | separated by |
+|---|---|---|---|
+| the storage | the caller | store | a mark when sleep begins; it is freed when the host has waited for all stores |
+| host range | store | fetch | the host has waited for all stores; it is used again when the fetch is over |
+| the storage that returned | fetch | the caller | a mark when it is allocated, `coming` |
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import TensorWeakRef
+
+from offstage.config import format_size
+from offstage.errors import OffstageError
+from offstage.lanes.lanes import Lane, Mark, copy_work
+from offstage.lanes.link import Link, link_for
+from offstage.memory.arena import check_host_memory
+from offstage.memory.pool import HostPool, Range
+from offstage.phases.away import Away, bring_back, move_versions, send_away
+from offstage.tensors import like, local_of
+
+_BATCH = 32 * 1024 * 1024
+"""Bytes that come back together, behind one mark."""
+_SMALL = 1024 * 1024
+"""Smaller storages come first, and `wake()` waits for them."""
+_DIGEST_WORDS = 4 * 1024 * 1024
+_DIGEST_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+
+
+class Stage(enum.Enum):
+    HERE = "here"
+    AWAY = "away"
+    COMING = "coming"
+
+
+class ParkedStorage(Away):
+    """One storage."""
+
+    def __init__(self, lot: Lot, storage: torch.UntypedStorage, kind: str, label: str) -> None:
+        """`label`: how messages name it."""
+        self.lot, self.kind, self.label = lot, kind, label
+        self.nbytes = storage.nbytes()
+        self.stage = Stage.HERE
+        self.storage: torch.UntypedStorage | None = None
+        """While it is not here: it has no memory, and keeping it alive costs none."""
+        self.alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.range: Range | None = None
+        """Its host memory, in every cycle the same: what was handed out while it slept stays a view of it."""
+        self.coming: Mark = None
+        self._tensors: dict[int, TensorWeakRef] = {}
+        self._digest: tuple[int, int] | None = None
+        """Of the values in `range`: version and checksum."""
+
+    def know(self, tensor: torch.Tensor) -> None:
+        """`tensor` is one of those that use the storage."""
+        self._tensors[id(tensor)] = TensorWeakRef(tensor)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that are known and still exist."""
+        return [found for one in self._tensors.values() if (found := one()) is not None]
+
+    @property
+    def is_dropped(self) -> bool:
+        """Away, and nothing is left that could use it."""
+        return self.stage is Stage.AWAY and not self.tensors
+
+    @property
+    def is_small(self) -> bool:
+        return self.nbytes < _SMALL
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether tensors use the storage of which nothing is known, and which can therefore not wait for it."""
+        assert self.storage is not None
+        return bool(torch._C._storage_Use_Count(self.storage._cdata) > 1 + len(self.tensors))  # type: ignore[attr-defined]
+
+    # Leaving
+
+    def bytes(self) -> torch.Tensor:
+        """Its memory on the device, flat."""
+        storage = self.storage
+        assert storage is not None
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]
+
+    def hold(self) -> None:
+        """It is about to leave."""
+        self.storage = self.tensors[0].untyped_storage()
+
+    def leave(self) -> None:
+        """HERE → AWAY: the values are on the host, and the device's memory goes back to the allocator."""
+        assert self.storage is not None
+        assert self.range is not None
+        tensors = self.tensors
+        move_versions(tensors, 1)
+        for tensor in tensors:
+            send_away(tensor, self)
+        self.storage.resize_(0)
+        self.stage = Stage.AWAY
+
+    # Returning
+
+    def back(self) -> None:
+        """COMING → HERE: the caller's stream waits for the values."""
+        with self.lot.turn:
+            if self.stage is not Stage.COMING:
+                return
+            lanes = self.lot.lanes
+            lanes.wait(self.coming, "wake: the tensor is back")
+            if lanes.checks:
+                lanes.touch(writes=[self.bytes()])
+            tensors = self.tensors
+            for tensor in tensors:
+                bring_back(tensor)
+            move_versions(tensors, -1)
+            self.stage, self.storage = Stage.HERE, None
+            self.lot.is_back(self)
+
+    def use(self, how: str) -> None:
+        if self.stage is Stage.AWAY:
+            raise asleep_error(self.label, how)
+        self.back()
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self.lot.turn:
+            if self.stage is Stage.AWAY:
+                assert self.range is not None
+                host = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                place = (tensor.storage_offset(), tensor.size(), tensor.stride())
+                return host.set_(self.range.storage(), *place)  # type: ignore[call-overload, no-any-return]
+        self.back()
+        return tensor
+
+    # Values that have not changed
+
+    def is_current(self, version: int, checksum: int) -> bool:
+        """Whether the host has these values already."""
+        return self.range is not None and self._digest == (version, checksum)
+
+    def remember(self, version: int, checksum: int) -> None:
+        """What is in the range."""
+        self._digest = version, checksum
+
+    @property
+    def version(self) -> int:
+        """Of all its tensors together."""
+        return sum(tensor._version for tensor in self.tensors)
+
+    @property
+    def is_frozen(self) -> bool:
+        """A weight that is not trained."""
+        return self.kind == "weights" and not any(tensor.requires_grad for tensor in self.tensors)
+
+    def __del__(self) -> None:
+        if self.range is not None:
+            self.lot.queue_release(self.range, self.coming if self.stage is Stage.COMING else None)
+
+
+class Wrapper(Away):
+    """For a DTensor: its local tensor is what is away."""
+
+    def __init__(self, parked: ParkedStorage, tensor: torch.Tensor) -> None:
+        self._parked, self._tensor = parked, TensorWeakRef(tensor)
+
+    def use(self, how: str) -> None:
+        self._parked.use(how)
+        self.back()
+
+    def back(self) -> None:
+        """The local tensor is back."""
+        if (tensor := self._tensor()) is not None:
+            bring_back(tensor)
+
+    def readable(self, tensor: torch.Tensor) -> torch.Tensor:
+        local = self._parked.readable(local_of(tensor))
+        if self._parked.stage is not Stage.AWAY:
+            self.back()
+            return tensor
+        return like(local, tensor)
+
+
+class Lot:
+    """The host memory and lanes of one device for what sleeps."""
+
+    def __init__(self, link: Link) -> None:
+        self.link, self.device = link, link.device
+        self.lanes = link.lanes()
+        self.turn = threading.RLock()
+        self._pool = HostPool(link.device, None)
+        self.parked: weakref.WeakValueDictionary[int, ParkedStorage] = weakref.WeakValueDictionary()
+        """By the storage's address, which no other gets as long as it is in here."""
+        self._releases: list[tuple[Range, Mark]] = []
+
+    @property
+    def host_bytes(self) -> int:
+        return self._pool.nbytes
+
+    def storage_of(self, tensor: torch.Tensor, kind: str, label: str) -> ParkedStorage:
+        """The parked storage, or the one to be parked, that `tensor` uses."""
+        storage = tensor.untyped_storage()
+        found = self.parked.get(storage._cdata)
+        if found is None or found.nbytes != storage.nbytes() != 0:
+            found = self.parked[storage._cdata] = ParkedStorage(self, storage, kind, label)
+        found.know(tensor)
+        return found
+
+    def refuse_capture(self) -> None:
+        if self.lanes.capturing():
+            raise OffstageError("sleep() was called while a graph is being captured; expected it between steps.")
+
+    # Leaving
+
+    @torch.no_grad()
+    def store(self, leaving: Sequence[ParkedStorage]) -> int:
+        """Copy the values of `leaving` to the host, which waits for it. Returns the bytes that had to be copied.
+
+        If that fails, nothing has changed.
+        """
+        self._run_releases()
+        current = self._current(leaving)
+        moving = [one for one in leaving if one not in current]
+        new = [one for one in moving if one.range is None]
+        sizes = [one.nbytes for one in new]
+        what = f"sleep() parks {format_size(sum(one.nbytes for one in leaving))} and"
+        remedy = "Nothing has changed. Free host memory, sleep less (need=, keep=), or drop=('gradients',)."
+        with check_host_memory(self._pool.missing_bytes(sizes), None, what=what, remedy=remedy):
+            try:
+                for one, taken in zip(new, self._pool.take_all(sizes), strict=True):
+                    one.range = taken
+                    self._submit(one)
+                for one in moving:
+                    if one not in new:
+                        self._submit(one)
+            finally:
+                # Whatever happens next, nothing is under way then.
+                self.lanes.synchronize("sleep: the copies are made")
+                for one in moving:
+                    self._touch_on_host(one)
+        return sum(one.nbytes for one in moving)
+
+    def _submit(self, one: ParkedStorage) -> None:
+        assert one.range is not None
+        source, target = one.bytes(), one.range.tensor
+        self.lanes.touch(writes=[source])
+        self.lanes.submit(
+            Lane.STORE,
+            copy_work([(target, source)]),
+            after={"sleep: the tensors are made": self.lanes.mark()},
+            reads=[source],
+            writes=[target],
+        )
+
+    def _touch_on_host(self, one: ParkedStorage) -> None:
+        if self.lanes.checks and one.range is not None and one.storage is not None:
+            self.lanes.touch_on_host(writes=[one.range.tensor, one.bytes()])
+
+    def forget(self, storages: Iterable[ParkedStorage]) -> None:
+        """They did not leave after all."""
+        for one in storages:
+            one.storage = None
+            if one.range is not None:
+                self._pool.give_back(one.range)
+                one.range = None
+
+    def _current(self, leaving: Sequence[ParkedStorage]) -> set[ParkedStorage]:
+        """Frozen weights whose values the host has already."""
+        frozen = [one for one in leaving if one.is_frozen]
+        try:
+            sums = torch.stack([_checksum(one.bytes()) for one in frozen]).tolist() if frozen else []
+        except torch.OutOfMemoryError:  # then they are copied
+            return set()
+        current = {one for one, found in zip(frozen, sums, strict=True) if one.is_current(one.version, found)}
+        for one, found in zip(frozen, sums, strict=True):
+            one.remember(one.version, found)
+        return current
+
+    # Returning
+
+    @torch.no_grad()
+    def fetch(self, coming: Sequence[ParkedStorage]) -> None:
+        """Give `coming` device memory and have their values copied there, in this order. The host does not wait.
+
+        If the device has not enough memory, nothing has changed.
+        """
+        self._run_releases()
+        begun: list[ParkedStorage] = []
+        batch: list[ParkedStorage] = []
+        try:
+            for one in coming:
+                assert one.storage is not None
+                begun.append(one)
+                one.storage.resize_(one.nbytes)
+                batch.append(one)
+                if sum(each.nbytes for each in batch) >= _BATCH:
+                    self._bring(batch)
+                    batch = []
+            if batch:
+                self._bring(batch)
+        except BaseException:
+            self.lanes.synchronize("wake: the copies so far are made")
+            for one in begun:
+                assert one.storage is not None
+                if one.storage.nbytes():
+                    self._touch_on_host(one)
+                one.storage.resize_(0)
+                one.stage = Stage.AWAY
+            self.lanes.return_memory()
+            raise
+
+    def _bring(self, batch: Sequence[ParkedStorage]) -> None:
+        copies = [(one.bytes(), one.range.tensor) for one in batch if one.range is not None]
+        self.lanes.touch(writes=[target for target, _ in copies])
+        mark = self.lanes.submit(
+            Lane.FETCH,
+            copy_work(copies),
+            after={"wake: the memory is free": self.lanes.mark()},
+            reads=[source for _, source in copies],
+            writes=[target for target, _ in copies],
+        )
+        for one in batch:
+            one.coming, one.stage = mark, Stage.COMING
+
+    def is_back(self, one: ParkedStorage) -> None:
+        """A gradient's host memory can be used for something else: the next one will be another tensor."""
+        if one.range is not None and one.kind == "gradients":
+            self.queue_release(one.range, one.coming)
+            one.range = None
+        one.coming = None
+
+    def queue_release(self, taken: Range, after: Mark) -> None:
+        """Give `taken` back, behind `after`. The garbage collector calls this too: nothing else may be done here."""
+        self._releases.append((taken, after))
+
+    def _run_releases(self) -> None:
+        while self._releases:
+            taken, after = self._releases.pop()
+            if after is not None:
+                self.lanes.wait_on_host(after, "sleep: the last fetch is over")
+                self.lanes.touch_on_host(writes=[taken.tensor])
+            self._pool.give_back(taken)
+
+
+_lots: weakref.WeakKeyDictionary[Link, weakref.ref[Lot]] = weakref.WeakKeyDictionary()
+
+
+def lot_for(device: torch.device) -> Lot:
+    """The lot of `device`, which lives as long as something that has slept there."""
+    link = link_for(device)
+    found = _lots[link]() if link in _lots else None
+    if found is None:
+        found = Lot(link)
+        _lots[link] = weakref.ref(found)
+    return found
+
+
+def asleep_error(label: str, how: str) -> OffstageError:
+    return OffstageError(
+        f"{label} is asleep: its memory was given back, and {how} was called with it. Expected it awake. Call "
+        "offstage.wake(...) first; model.state_dict(), optimizer.state_dict() and offstage.checkpoint.save() read the "
+        "host's copy meanwhile."
+    )
+
+
+def _checksum(memory: torch.Tensor) -> torch.Tensor:
+    """A number that depends on every bit and its position, made in pieces that need little memory."""
+    total = torch.zeros((), dtype=torch.int64, device=memory.device)
+    whole = memory.numel() // 8 * 8
+    tail = memory[whole:].to(torch.int64)
+    for words in (*torch.split(memory[:whole].view(torch.int64), _DIGEST_WORDS), tail):
+        places = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=memory.device)
+        places.mul_(_DIGEST_FACTOR).bitwise_or_(1)
+        total = total * _DIGEST_FACTOR + places.mul_(words ^ (words >> 29)).sum()
+    return total

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Sleeper`: one object that can sleep: a module, an offloaded optimizer, or an optimizer of torch.
+
+It knows which tensors the object has, by kind, and refuses or delays the object's use while they are away: a module's
+forward by a hook of that module, an optimizer's step by one of the optimizer, and what autograd adds to a gradient by a
+hook of the parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from offstage.errors import ConfigError
+from offstage.modules import Hook
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
+from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
+from offstage.optimizer.overlap.left_gradient import LeftGradient
+from offstage.optimizer.runtime import Runtime, runtimes_with
+from offstage.phases.away import send_away
+from offstage.phases.parking import ParkedStorage, Stage, Wrapper, asleep_error
+from offstage.tensors import readable, reshard
+from offstage.weights.host_weights import host_weight_of
+
+KINDS = ("slots", "gradients", "state", "buffers", "weights")
+"""In the order in which they are given up where not all has to go: the cheapest to bring back first."""
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A tensor of an object."""
+
+    kind: str
+    label: str
+    tensor: torch.Tensor
+    """As the object has it; a DTensor's memory is that of its local tensor."""
+    module: nn.Module | None = None
+    """The one whose forward uses it."""
+    param: torch.Tensor | None = None
+    """The parameter, if this is its gradient."""
+
+
+class Sleeper(ABC):
+    """One object that has slept, or is about to."""
+
+    main_kind: str
+    """Without this the object cannot be used: it is asleep."""
+
+    def __init__(self) -> None:
+        self.is_asleep = False
+        self.parked: dict[ParkedStorage, list[Item]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """How messages name the object."""
+
+    @abstractmethod
+    def items(self) -> Iterator[Item]:
+        """All tensors of the object, in the order in which training needs them."""
+
+    def check(self) -> None:
+        """Raise if it cannot sleep now. Changes nothing."""
+        for runtime in self.runtimes():
+            runtime.check_not_lost()
+            runtime.check_between_steps()
+
+    def drain(self) -> None:
+        """Nothing is under way afterwards."""
+        for runtime in self.runtimes():
+            runtime.drain_state()
+
+    def runtimes(self) -> list[Runtime]:
+        """Of offloaded optimizers that use its tensors."""
+        return []
+
+    def free_slots(self, device: torch.device) -> int:
+        """Give back memory of `device` that holds nothing. Returns how much."""
+        return 0
+
+    def arranged(self) -> list[ParkedStorage]:
+        """Its storages, in the order in which training needs them."""
+        return list(self.parked)
+
+    @property
+    def waits_at_once(self) -> bool:
+        """Whether its tensors are read in ways that no hook sees: then `wake()` waits for all of them."""
+        return False
+
+    @property
+    def away(self) -> list[ParkedStorage]:
+        return [one for one in self.parked if one.stage is Stage.AWAY and not one.is_dropped]
+
+    def keep(self, storage: ParkedStorage, items: Iterable[Item]) -> None:
+        """`storage` is one of its own."""
+        self.parked[storage] = list(items)
+
+    def prune(self, current: set[ParkedStorage]) -> None:
+        """Forget storages that it does not use any more."""
+        for one in list(self.parked):
+            if one.is_dropped or (one.stage is Stage.HERE and one not in current):
+                del self.parked[one]
+
+    def fell_asleep(self, *, wholly: bool) -> None:
+        """Storages of it are away: from now on using them raises. `wholly`: using the object does."""
+        self.is_asleep = self.is_asleep or wholly
+        self._forget_hooks()
+        for one, items in self.parked.items():
+            if one.stage is Stage.AWAY:
+                for item in items:
+                    if isinstance(item.tensor, DTensor):
+                        send_away(item.tensor, Wrapper(one, item.tensor))
+        self._guard()
+
+    @abstractmethod
+    def _guard(self) -> None:
+        """Make the hooks that refuse or delay its use."""
+
+    def woke(self) -> None:
+        """Its storages are here, or on their way."""
+        self.is_asleep = False
+        for one in [one for one in self.parked if one.is_dropped]:
+            del self.parked[one]
+        if self.waits_at_once or not self._is_coming:
+            self.settle()
+
+    @property
+    def _is_coming(self) -> bool:
+        return any(one.stage is Stage.COMING for one in self.parked)
+
+    def settle(self) -> None:
+        """The caller's stream waits for all that is on its way. If nothing is away then, no hooks are left."""
+        for one, items in list(self.parked.items()):
+            if one.stage is Stage.COMING:
+                one.back()
+            if one.stage is Stage.HERE:
+                for item in items:
+                    readable(item.tensor)  # a DTensor's wrapper goes with its local tensor's
+                if one.kind == "gradients":
+                    del self.parked[one]
+        if not self.is_asleep and not self.away:
+            self._forget_hooks()
+
+    def _forget_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+
+class ModuleSleeper(Sleeper):
+    """Parameters, their gradients, and buffers."""
+
+    main_kind = "weights"
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = weakref.ref(model)
+        self._title = type(model).__name__
+        self._order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """Modules, in the order in which the last forward after a wake came to them."""
+        self._order_now: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._used_by: weakref.WeakKeyDictionary[nn.Module, list[ParkedStorage]] = weakref.WeakKeyDictionary()
+        """What each module's forward uses, of what is away."""
+
+    @property
+    def title(self) -> str:
+        return self._title
+
+    def arranged(self) -> list[ParkedStorage]:
+        last = len(self._order)
+        first = {
+            one: min((self._order.get(item.module, last) for item in items if item.module), default=last)
+            for one, items in self.parked.items()
+        }
+        return sorted(self.parked, key=first.__getitem__)
+
+    def items(self) -> Iterator[Item]:
+        model = self._model()
+        assert model is not None
+        for path, module in model.named_modules():
+            prefix = f"{path}." if path else ""
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield Item("buffers", f"Buffer {prefix + name!r}", buffer, module)
+            for name, param in module._parameters.items():
+                if param is None:
+                    continue
+                label = repr(prefix + name)
+                if host_weight_of(param) is None:
+                    yield Item("weights", f"Parameter {label}", param, module)
+                grad = param.grad
+                if grad is not None and not isinstance(grad, (LeftGradient, DroppedGradient)):
+                    yield Item("gradients", f"The gradient of {label}", grad, module, param)
+
+    def runtimes(self) -> list[Runtime]:
+        model = self._model()
+        return runtimes_with(set(model.parameters())) if model is not None else []
+
+    def drain(self) -> None:
+        super().drain()
+        model = self._model()
+        assert model is not None
+        reshard(model)
+
+    @property
+    def waits_at_once(self) -> bool:
+        model = self._model()
+        if model is None:
+            return True
+        return any(
+            isinstance(module, FSDPModule)  # gathers shards ahead of the module's forward, and on streams of its own
+            or module._compiled_call_impl is not None  # runs the hooks that there were when it was compiled
+            or hasattr(module, "_orig_mod")
+            for module in model.modules()
+        )
+
+    def _guard(self) -> None:
+        model = self._model()
+        assert model is not None
+        if self._order_now:
+            self._order, self._order_now = self._order_now, weakref.WeakKeyDictionary()
+        self._used_by = weakref.WeakKeyDictionary({model: []})
+        for one in self.away:
+            for item in self.parked[one]:
+                if item.kind != "gradients" and item.module is not None:
+                    self._used_by.setdefault(item.module, []).append(one)
+                elif item.param is not None and item.param.requires_grad:
+                    hook = Hook(self._before_gradient, one)
+                    self._handles.append(item.param.register_hook(hook))  # type: ignore[no-untyped-call]
+        before = Hook(self._before_forward)
+        self._handles += [module.register_forward_pre_hook(before, prepend=True) for module in self._used_by]
+
+    def _before_forward(self, module: nn.Module, *_: Any) -> None:
+        is_root = module is self._model()
+        away = self.is_asleep if is_root else any(one.stage is Stage.AWAY for one in self._used_by[module])
+        if away:
+            raise asleep_error(self._title if is_root else f"{self._title}'s {type(module).__name__}", "forward()")
+        self._order_now.setdefault(module, len(self._order_now))
+        for one in self._used_by[module]:
+            one.use("forward()")
+        if not self._is_coming and not self.away:
+            self.settle()
+
+    def _before_gradient(self, one: ParkedStorage) -> None:
+        one.use("backward()")
+
+
+class TorchOptimizerSleeper(Sleeper):
+    """The state of an optimizer that is not offloaded."""
+
+    main_kind = "state"
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._optimizer = weakref.ref(optimizer)
+        self._title = type(optimizer).__name__
+
+    @property
+    def title(self) -> str:
+        return self._title
+
+    def items(self) -> Iterator[Item]:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        params = {param: number for number, param in enumerate(_params_of(optimizer))}
+        for owner, values in optimizer.state.items():
+            number = params.get(owner, "?") if isinstance(owner, torch.Tensor) else owner
+            for name, tensor in _tensors_in(values, ()):
+                yield Item("state", f"State {name!r} of parameter {number}", tensor)
+
+    def _guard(self) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
+        self._handles.append(optimizer.register_state_dict_post_hook(_read_from_host))
+        self._handles.append(optimizer.register_load_state_dict_pre_hook(Hook(self._before_load)))
+
+    def _before_step(self, *_: Any) -> None:
+        self.use("step()")
+
+    def _before_load(self, *_: Any) -> None:
+        self.use("load_state_dict()")
+
+    def use(self, how: str) -> None:
+        """The optimizer is about to be used."""
+        if self.is_asleep:
+            raise asleep_error(self._title, how)
+        self.settle()
+
+
+class OffloadedSleeper(Sleeper):
+    """An optimizer of offstage: resident state, slots, and the window. What is on the host already does not move."""
+
+    main_kind = "state"
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        super().__init__()
+        self._runtime = weakref.ref(runtime_of(optimizer))
+        self._title = f"OffloadedOptimizer[{type(runtime_of(optimizer).shell).__name__}]"
+
+    @property
+    def title(self) -> str:
+        return self._title
+
+    @property
+    def runtime(self) -> Runtime:
+        found = self._runtime()
+        assert found is not None
+        return found
+
+    def runtimes(self) -> list[Runtime]:
+        return [self.runtime]
+
+    def items(self) -> Iterator[Item]:
+        for state in self.runtime.all_states():
+            for name, tensor in state.resident.items():
+                yield Item("state", f"State {name!r} of {state.name!r}", tensor)
+
+    def free_slots(self, device: torch.device) -> int:
+        return self.runtime.free_slots(device)
+
+    def _guard(self) -> None:
+        self.runtime.rest = self
+
+    def use(self, how: str) -> None:
+        """The optimizer is about to be used."""
+        if self.is_asleep:
+            raise asleep_error(self._title, how)
+        self.settle()
+
+    def _forget_hooks(self) -> None:
+        self.runtime.rest = None
+
+
+def _read_from_host(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """What is away is read from the host."""
+    return {**state_dict, "state": {key: _readable(values) for key, values in state_dict["state"].items()}}
+
+
+def _readable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return readable(value)
+    if isinstance(value, Mapping):
+        return {key: _readable(one) for key, one in value.items()}
+    return type(value)(map(_readable, value)) if type(value) in (list, tuple) else value
+
+
+def _tensors_in(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield ".".join(path), value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _tensors_in(one, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for number, one in enumerate(value):
+            yield from _tensors_in(one, (*path, str(number)))
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+_sleepers: weakref.WeakKeyDictionary[Any, Sleeper] = weakref.WeakKeyDictionary()
+
+
+def sleeper_of(target: Any) -> Sleeper | None:
+    """What `sleep()` has made for `target`, if it has been given it; raises for what can never sleep."""
+    _class_for(target)
+    return _sleepers.get(target)
+
+
+def sleeper_for(target: Any) -> Sleeper:
+    """The sleeper of `target`; raises if it cannot sleep."""
+    made = _class_for(target)
+    if target not in _sleepers:
+        _sleepers[target] = made(target)
+    return _sleepers[target]
+
+
+def _class_for(target: Any) -> Callable[[Any], Sleeper]:
+    if isinstance(target, OffloadedOptimizer):
+        return OffloadedSleeper
+    if isinstance(target, torch.optim.Optimizer):
+        if getattr(target, "_offstage_consumed", False):
+            raise ConfigError(
+                "This optimizer was given to offstage.offload(), which took over its state; expected the one that "
+                "offload() returned."
+            )
+        return TorchOptimizerSleeper
+    if isinstance(target, nn.Module):
+        return ModuleSleeper
+    raise ConfigError(
+        f"sleep(), wake() and asleep() take modules and optimizers; found {type(target).__name__}. Pass them one by "
+        "one: offstage.sleep(model, optimizer)."
+    )
+
+
+def memories_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose storages move with `tensor`: itself, or those that it is made of."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [memory for name in names for memory in memories_of(getattr(tensor, name))]
+    has_storage = not tensor.is_meta and tensor.layout is torch.strided
+    return [tensor] if has_storage else []
