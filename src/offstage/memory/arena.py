@@ -57,18 +57,30 @@ def round_up(number: int, to: int = ALIGN_BYTES) -> int:
 class Arena:
     """One contiguous host allocation of `numel` elements, initially zero."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool) -> None:
-        """`device` is the accelerator that will copy; on a CPU device the arena is plain memory."""
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, pin: bool, shared: bool = False
+    ) -> None:
+        """`device` is the accelerator that will copy; on a CPU device the arena is plain memory.
+
+        `shared`: other processes can map it too (`file`). It gets no huge pages, so making it takes longer.
+        """
         self.numel, self.dtype = numel, dtype
         self.nbytes = numel * dtype.itemsize
         self.pinned = pin and device.type != "cpu" and self.nbytes > 0
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._memory: Any = b""
+        self.file: int | None = None
+        """Shared memory: the descriptor of the file without a name that it is."""
         self._owner = os.getpid()
         self._flat = torch.empty(0, dtype=dtype, device="cpu")
         if self.nbytes:
-            by_torch = self.pinned and device.type != "cuda"  # other accelerators: torch's own pinning
-            self._memory = _pinned_by_torch(self.nbytes) if by_torch else map_exact(self.nbytes)
+            by_torch = self.pinned and device.type != "cuda" and not shared  # other accelerators: torch's own pinning
+            if shared:
+                self.pinned = self.pinned and device.type == "cuda"
+                self.file, self._memory = _map_shared(self.nbytes)
+                weakref.finalize(self, _close_file, self.file, os.getpid())
+            else:
+                self._memory = _pinned_by_torch(self.nbytes) if by_torch else map_exact(self.nbytes)
             self._flat = torch.frombuffer(self._memory, dtype=dtype, count=numel)
             if not by_torch:
                 self._populate(device)
@@ -247,6 +259,25 @@ def map_exact(nbytes: int) -> mmap.mmap:
         except OSError:  # a kernel without transparent huge pages: slower to pin, otherwise the same
             logger.info("huge pages are not available; pinning host memory will be slower")
     return mapping
+
+
+def _map_shared(nbytes: int) -> tuple[int, mmap.mmap]:
+    """A file without a name, in memory, and a mapping of it. Not /dev/shm, of which containers have little."""
+    file = os.memfd_create("offstage")
+    try:
+        os.ftruncate(file, nbytes)
+        mapping = mmap.mmap(file, nbytes, flags=mmap.MAP_SHARED)
+    except BaseException:
+        os.close(file)
+        raise
+    mapping.madvise(mmap.MADV_DONTFORK)
+    _mapped.add(mapping)
+    return file, mapping
+
+
+def _close_file(file: int, owner: int) -> None:
+    if os.getpid() == owner:
+        os.close(file)
 
 
 def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection[int] | None) -> None:

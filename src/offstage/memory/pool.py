@@ -24,6 +24,7 @@ _SMALLEST_SLAB, _LARGEST_SLAB = 1024 * 1024, 512 * 1024 * 1024
 class Range:
     """`nbytes` of a slab."""
 
+    pool: HostPool
     slab: _Slab
     start: int
     nbytes: int
@@ -48,14 +49,19 @@ class _Slab:
 class HostPool:
     """The pool of one device. Not thread-safe."""
 
-    def __init__(self, device: torch.device, host_budget: int | None) -> None:
-        self._device, self._budget = device, host_budget
+    def __init__(self, device: torch.device, host_budget: int | None, *, shared: bool = False) -> None:
+        """`shared`: other processes can map its memory."""
+        self._device, self._budget, self._shared = device, host_budget, shared
         self._slabs: list[_Slab] = []
 
     @property
     def nbytes(self) -> int:
         """Host memory of all slabs."""
         return sum(slab.arena.nbytes for slab in self._slabs)
+
+    @property
+    def arenas(self) -> list[Arena]:
+        return [slab.arena for slab in self._slabs]
 
     @property
     def used_bytes(self) -> int:
@@ -111,11 +117,11 @@ class HostPool:
             for number, (start, stop) in enumerate(slab.gaps):
                 if stop - start >= padded:
                     slab.gaps[number : number + 1] = [(start + padded, stop)] if stop - start > padded else []
-                    return Range(slab, start, nbytes)
+                    return Range(self, slab, start, nbytes)
         return None
 
     def _arena(self, nbytes: int) -> Arena:
-        return Arena(nbytes, torch.uint8, self._device, pin=True)
+        return Arena(nbytes, torch.uint8, self._device, pin=True, shared=self._shared)
 
     def _add_slab(self, padded: int) -> None:
         room = padded if self._budget is None else self._budget - self.nbytes

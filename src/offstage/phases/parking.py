@@ -14,6 +14,7 @@ tensor stays the object it was. What is `AWAY` has no device memory; its values 
 from __future__ import annotations
 
 import enum
+import os
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -24,9 +25,9 @@ from torch.utils.weak import TensorWeakRef
 
 from offstage.config import format_size
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import Lane, Mark, copy_work
+from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.lanes.link import Link, link_for
-from offstage.memory.arena import check_host_memory
+from offstage.memory.arena import Arena, check_host_memory
 from offstage.memory.pool import HostPool, Range
 from offstage.phases.away import Away, bring_back, move_versions, send_away
 from offstage.tensors import like, local_of
@@ -58,6 +59,8 @@ class ParkedStorage(Away):
         self.alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.range: Range | None = None
         """Its host memory, in every cycle the same: what was handed out while it slept stays a view of it."""
+        self.is_public = False
+        """Other processes shall be able to read it on the host."""
         self.coming: Mark = None
         self._tensors: dict[int, TensorWeakRef] = {}
         self._digest: tuple[int, int] | None = None
@@ -165,7 +168,7 @@ class ParkedStorage(Away):
 
     def __del__(self) -> None:
         if self.range is not None:
-            self.lot.queue_release(self.range, self.coming if self.stage is Stage.COMING else None)
+            self.lot.queue_release(self.range, self.coming, self.storage)
 
 
 class Wrapper(Away):
@@ -198,14 +201,21 @@ class Lot:
         self.link, self.device = link, link.device
         self.lanes = link.lanes()
         self.turn = threading.RLock()
-        self._pool = HostPool(link.device, None)
+        self._pools = {shared: HostPool(link.device, None, shared=shared) for shared in (False, True)}
         self.parked: weakref.WeakValueDictionary[int, ParkedStorage] = weakref.WeakValueDictionary()
         """By the storage's address, which no other gets as long as it is in here."""
-        self._releases: list[tuple[Range, Mark]] = []
+        self._releases: list[tuple[Range, Mark, torch.UntypedStorage | None]] = []
+        # Dropped with fetches under way: what they use must not be freed before they are done.
+        weakref.finalize(self, _drain, self.lanes, self._pools, self._releases, os.getpid())
 
     @property
     def host_bytes(self) -> int:
-        return self._pool.nbytes
+        return sum(pool.nbytes for pool in self._pools.values())
+
+    @property
+    def shared_arenas(self) -> list[Arena]:
+        """Those that other processes can map."""
+        return self._pools[True].arenas
 
     def storage_of(self, tensor: torch.Tensor, kind: str, label: str) -> ParkedStorage:
         """The parked storage, or the one to be parked, that `tensor` uses."""
@@ -231,17 +241,21 @@ class Lot:
         self._run_releases()
         current = self._current(leaving)
         moving = [one for one in leaving if one not in current]
-        new = [one for one in moving if one.range is None]
-        sizes = [one.nbytes for one in new]
+        new = {
+            pool: [one for one in moving if one.range is None and one.is_public == shared]
+            for shared, pool in self._pools.items()
+        }
+        missing = sum(pool.missing_bytes([one.nbytes for one in ones]) for pool, ones in new.items())
         what = f"sleep() parks {format_size(sum(one.nbytes for one in leaving))} and"
         remedy = "Nothing has changed. Free host memory, sleep less (need=, keep=), or drop=('gradients',)."
-        with check_host_memory(self._pool.missing_bytes(sizes), None, what=what, remedy=remedy):
+        old = [one for one in moving if one.range is not None]
+        with check_host_memory(missing, None, what=what, remedy=remedy):
             try:
-                for one, taken in zip(new, self._pool.take_all(sizes), strict=True):
-                    one.range = taken
+                for one in old:
                     self._submit(one)
-                for one in moving:
-                    if one not in new:
+                for pool, ones in new.items():
+                    for one, taken in zip(ones, pool.take_all([one.nbytes for one in ones]), strict=True):
+                        one.range = taken
                         self._submit(one)
             finally:
                 # Whatever happens next, nothing is under way then.
@@ -271,7 +285,7 @@ class Lot:
         for one in storages:
             one.storage = None
             if one.range is not None:
-                self._pool.give_back(one.range)
+                one.range.pool.give_back(one.range)
                 one.range = None
 
     def _current(self, leaving: Sequence[ParkedStorage]) -> set[ParkedStorage]:
@@ -315,7 +329,7 @@ class Lot:
                 if one.storage.nbytes():
                     self._touch_on_host(one)
                 one.storage.resize_(0)
-                one.stage = Stage.AWAY
+                one.stage, one.coming = Stage.AWAY, None
             self.lanes.return_memory()
             raise
 
@@ -335,21 +349,27 @@ class Lot:
     def is_back(self, one: ParkedStorage) -> None:
         """A gradient's host memory can be used for something else: the next one will be another tensor."""
         if one.range is not None and one.kind == "gradients":
-            self.queue_release(one.range, one.coming)
+            self.queue_release(one.range, one.coming, None)
             one.range = None
         one.coming = None
 
-    def queue_release(self, taken: Range, after: Mark) -> None:
-        """Give `taken` back, behind `after`. The garbage collector calls this too: nothing else may be done here."""
-        self._releases.append((taken, after))
+    def queue_release(self, taken: Range, after: Mark, storage: torch.UntypedStorage | None) -> None:
+        """Give `taken`, and `storage`, back behind `after`. The garbage collector calls this: no more is done here."""
+        self._releases.append((taken, after, storage))
 
     def _run_releases(self) -> None:
         while self._releases:
-            taken, after = self._releases.pop()
+            taken, after, _ = self._releases.pop()
             if after is not None:
                 self.lanes.wait_on_host(after, "sleep: the last fetch is over")
                 self.lanes.touch_on_host(writes=[taken.tensor])
-            self._pool.give_back(taken)
+            taken.pool.give_back(taken)
+
+
+def _drain(lanes: Lanes, pools: object, releases: object, owner: int) -> None:
+    """Keeps `pools` and `releases` alive until the lanes are done with them."""
+    if os.getpid() == owner:
+        lanes.synchronize("drop: nothing is under way")
 
 
 _lots: weakref.WeakKeyDictionary[Link, weakref.ref[Lot]] = weakref.WeakKeyDictionary()

@@ -263,6 +263,8 @@ def _collect(sleepers: Sequence[Sleeper]) -> Found:
                         "of another process); expected memory of torch's own. Clone it first."
                     )
                 parked = lot.storage_of(memory, item.kind, item.label)
+                if sleeper.is_public and item.kind in ("weights", "buffers"):
+                    parked.is_public = True
                 found.setdefault(parked, {}).setdefault(sleeper, []).append(item)
     return found
 

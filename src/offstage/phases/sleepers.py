@@ -58,6 +58,8 @@ class Sleeper(ABC):
 
     def __init__(self) -> None:
         self.is_asleep = False
+        self.is_public = False
+        """Other processes shall be able to read its values while it sleeps."""
         self.parked: dict[ParkedStorage, list[Item]] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -103,7 +105,7 @@ class Sleeper(ABC):
         return [one for one in self.parked if one.stage is Stage.AWAY and not one.is_dropped]
 
     def keep(self, storage: ParkedStorage, items: Iterable[Item]) -> None:
-        """`storage` is one of its own."""
+        """`storage`, which is away, is one of its own."""
         self.parked[storage] = list(items)
 
     def prune(self, current: set[ParkedStorage]) -> None:
