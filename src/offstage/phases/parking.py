@@ -86,7 +86,7 @@ class ParkedStorage(Away):
 
     @property
     def is_shared(self) -> bool:
-        """Whether tensors use the storage of which nothing is known, and which can therefore not wait for it."""
+        """While it is away: whether tensors use it of which nothing is known, and which can therefore not wait."""
         assert self.storage is not None
         return bool(torch._C._storage_Use_Count(self.storage._cdata) > 1 + len(self.tensors))  # type: ignore[attr-defined]
 

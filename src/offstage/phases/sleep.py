@@ -258,9 +258,11 @@ def _collect(sleepers: Sequence[Sleeper]) -> Found:
                 if not storage.nbytes() and storage._cdata not in lot.parked:
                     continue
                 if not storage.resizable():
+                    if memory.device.type == "cpu":  # numpy has seen it; it costs no device memory, and stays
+                        continue
                     raise ConfigError(
-                        f"{item.label} uses memory that cannot be freed and taken again (of numpy, of shared memory, "
-                        "of another process); expected memory of torch's own. Clone it first."
+                        f"{item.label} uses memory that cannot be freed and taken again (of another process, or of a "
+                        "library beside torch); expected memory of torch's own. Clone it first."
                     )
                 parked = lot.storage_of(memory, item.kind, item.label)
                 if sleeper.is_public and item.kind in ("weights", "buffers"):
@@ -283,6 +285,7 @@ def _wake(flags: dict[Sleeper, bool], storages: Iterable[ParkedStorage]) -> Wake
     for lot, ones in coming.items():
         _check_room(lot, ones)
     comings: list[tuple[Lot, int, object, object]] = []
+    at_once = [one for one in order if one.is_small or one.kind == "buffers" or one.is_shared]
     with deferred_interrupts():
         for lot, ones in coming.items():
             start = lot.lanes.stamp(Lane.FETCH)
@@ -291,9 +294,8 @@ def _wake(flags: dict[Sleeper, bool], storages: Iterable[ParkedStorage]) -> Wake
             except RuntimeError as error:
                 raise _no_room(lot, ones) from error
             comings.append((lot, sum(one.nbytes for one in ones), start, lot.lanes.stamp(Lane.FETCH)))
-        for one in order:
-            if one.is_small or one.kind == "buffers" or one.is_shared:
-                one.back()
+        for one in at_once:
+            one.back()
         for sleeper, stays_asleep in flags.items():
             if not stays_asleep:
                 sleeper.woke()

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from offstage.errors import ConfigError
 from offstage.modules import Hook
@@ -50,6 +51,28 @@ class Item:
     """The parameter, if this is its gradient."""
 
 
+class KeptItem:
+    """What a sleeper remembers of an item: nothing of it is kept alive, neither the object itself nor a gradient."""
+
+    def __init__(self, item: Item) -> None:
+        self.kind = item.kind
+        self._tensor = TensorWeakRef(item.tensor)
+        self._module = weakref.ref(item.module) if item.module is not None else None
+        self._param = TensorWeakRef(item.param) if item.param is not None else None
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        return self._tensor()  # type: ignore[no-any-return]
+
+    @property
+    def module(self) -> nn.Module | None:
+        return self._module() if self._module is not None else None
+
+    @property
+    def param(self) -> torch.Tensor | None:
+        return self._param() if self._param is not None else None
+
+
 class Sleeper(ABC):
     """One object that has slept, or is about to."""
 
@@ -60,7 +83,7 @@ class Sleeper(ABC):
         self.is_asleep = False
         self.is_public = False
         """Other processes shall be able to read its values while it sleeps."""
-        self.parked: dict[ParkedStorage, list[Item]] = {}
+        self.parked: dict[ParkedStorage, list[KeptItem]] = {}
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -106,7 +129,7 @@ class Sleeper(ABC):
 
     def keep(self, storage: ParkedStorage, items: Iterable[Item]) -> None:
         """`storage`, which is away, is one of its own."""
-        self.parked[storage] = list(items)
+        self.parked[storage] = list(map(KeptItem, items))
 
     def prune(self, current: set[ParkedStorage]) -> None:
         """Forget storages that it does not use any more."""
@@ -148,7 +171,8 @@ class Sleeper(ABC):
                 one.back()
             if one.stage is Stage.HERE:
                 for item in items:
-                    readable(item.tensor)  # a DTensor's wrapper goes with its local tensor's
+                    if item.tensor is not None:  # a DTensor's wrapper goes with its local tensor's
+                        readable(item.tensor)
                 if one.kind == "gradients":
                     del self.parked[one]
         if not self.is_asleep and not self.away:
@@ -182,7 +206,7 @@ class ModuleSleeper(Sleeper):
     def arranged(self) -> list[ParkedStorage]:
         last = len(self._order)
         first = {
-            one: min((self._order.get(item.module, last) for item in items if item.module), default=last)
+            one: min((self._order.get(module, last) for item in items if (module := item.module)), default=last)
             for one, items in self.parked.items()
         }
         return sorted(self.parked, key=first.__getitem__)
@@ -235,11 +259,14 @@ class ModuleSleeper(Sleeper):
         self._used_by = weakref.WeakKeyDictionary({model: []})
         for one in self.away:
             for item in self.parked[one]:
-                if item.kind != "gradients" and item.module is not None:
-                    self._used_by.setdefault(item.module, []).append(one)
-                elif item.param is not None and item.param.requires_grad:
+                module, param = item.module, item.param
+                if item.kind != "gradients" and module is not None:
+                    self._used_by.setdefault(module, []).append(one)
+                elif param is not None and param.requires_grad:
                     hook = Hook(self._before_gradient, one)
-                    self._handles.append(item.param.register_hook(hook))  # type: ignore[no-untyped-call]
+                    self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+        load = model.register_load_state_dict_pre_hook(Hook(self._before_load))  # type: ignore[no-untyped-call]
+        self._handles.append(load)
         before = Hook(self._before_forward)
         self._handles += [module.register_forward_pre_hook(before, prepend=True) for module in self._used_by]
 
@@ -253,6 +280,10 @@ class ModuleSleeper(Sleeper):
             one.use("forward()")
         if not self._is_coming and not self.away:
             self.settle()
+
+    def _before_load(self, *_: Any) -> None:
+        if self.is_asleep:
+            raise asleep_error(self._title, "load_state_dict()")
 
     def _before_gradient(self, one: ParkedStorage) -> None:
         one.use("backward()")
