@@ -559,6 +559,72 @@ def hosted_saved_with_speculation(**config):
     return saved_meanwhile(optimizer, train)
 
 
+# Sleep
+
+
+def slept(numbers=range(4), micro_batches=2, before_step=None, **config):
+    """Between micro-batches, and after the step: what comes back goes again, and is used in other orders."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if config:
+        optimizer = offstage.offload(optimizer, model, **{**SMALL, **config})
+    with mock.patch.multiple("offstage.phases.parking", _SMALL=0, _BATCH=1):
+        for step in numbers:
+            for number in range(micro_batches):
+                backward(model, step + number)
+                offstage.sleep(model, optimizer)
+                offstage.wake(model, optimizer)
+                if step % 2:
+                    offstage.sleep(model, keep=("weights",))
+                    offstage.wake(model)
+            if before_step is not None:
+                before_step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            offstage.sleep(optimizer, model)
+            offstage.wake(model, optimizer)
+    return [*weights_of(model.parameters()), *(one.clone() for one in optimizer.state_dict()["state"][0].values())]
+
+
+def slept_and_dropped():
+    """The memory of what was on its way is used again when it has come."""
+    for _ in range(3):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+        backward(model, 0)
+        with mock.patch.multiple("offstage.phases.parking", _SMALL=0, _BATCH=1):
+            offstage.sleep(model)
+            offstage.wake(model)
+            found = weights_of(list(model.parameters())[:2])
+        del model
+        gc.collect()
+    return found
+
+
+def wake_refused():
+    """The device fills up on the way: what has come is given back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
+    resize = torch.UntypedStorage.resize_
+    with mock.patch.multiple("offstage.phases.parking", _SMALL=0, _BATCH=1):
+        for room in range(8):
+            left = iter(range(room))
+            offstage.sleep(model)
+
+            def full(self, nbytes, left=left):
+                if nbytes and next(left, None) is None:
+                    raise torch.OutOfMemoryError
+                return resize(self, nbytes)
+
+            with mock.patch.object(torch.UntypedStorage, "resize_", full), pytest.raises(OffstageError) as refused:
+                offstage.wake(model)
+            if "Nothing has changed" not in str(refused.value):
+                raise refused.value
+            offstage.wake(model)
+    return weights_of(model.parameters())
+
+
 def gradient_set_by_hand():
     """A gradient on the host's side of the link, assigned over one that is leaving, or coming back."""
     lanes = link_for(torch.device("cpu")).lanes()
@@ -665,6 +731,9 @@ OTHERS = [
     link_measured,
     gradient_leaves_again,
     gradient_set_by_hand,
+    slept,
+    slept_and_dropped,
+    wake_refused,
 ]
 SCENARIOS = {
     **ALL_ON_HOST,
@@ -686,6 +755,7 @@ SCENARIOS = {
     "updated_in_backward_and_overlapped": partial(iterated, window="64KiB", **EARLY, **FORWARD),
     "clipped_now_and_then": partial(iterated, **NOW_AND_THEN, **EARLY, **FORWARD),
     "clipped_without_overlap": partial(iterated, clip=[1e4, 1e-4]),
+    "slept_offloaded": partial(slept, fraction=0.5),
     **ALL_HOSTED,
 }
 
@@ -756,6 +826,9 @@ def test_the_waits_are_these():
         "redo: the speculative updates are done",
         "reset: nothing is under way",
         "return: the memory is free",
+        "sleep: the copies are made",
+        "sleep: the last fetch is over",
+        "sleep: the tensors are made",
         "step: the last update is done",
         "step: the norm is known",
         "step: the weights are ready",
@@ -768,6 +841,9 @@ def test_the_waits_are_these():
         "update: the gradients were used",
         "update: the state is fetched",
         "update: the weights are fetched",
+        "wake: the copies so far are made",
+        "wake: the memory is free",
+        "wake: the tensor is back",
         "weights: a part of the update is done",
         "weights: the fetch is over",
         "weights: the gradient has left",
@@ -788,7 +864,7 @@ def test_every_wait_in_the_source_is_here():
     """No wait hides from this file behind a path that no scenario takes."""
     source = Path(offstage.__file__).parent
     pattern = re.compile(r'"([a-z]+: [a-z][^"%{}]*)"')
-    rooms = ("activations", "engine", "lanes", "optimizer", "weights")
+    rooms = ("activations", "engine", "lanes", "optimizer", "phases", "weights")
     files = [file for room in rooms for file in (source / room).rglob("*.py")]
     named = {name for file in files for name in pattern.findall(file.read_text())}
     assert set(WAITS) <= named

@@ -303,8 +303,12 @@ def train(
     max_norm: float = MAX_NORM,
     data: Callable[[], int] = dist.get_rank,
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+    between: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
 ) -> Run:
-    """`steps` clipped steps. `config=None`: plain torch. Ranks for which `data` is the same see the same tokens."""
+    """`steps` clipped steps. `config=None`: plain torch. Ranks for which `data` is the same see the same tokens.
+
+    `between` is called after every step.
+    """
     model = make()
     # Lists of DTensors on several meshes are more than torch's foreach takes.
     optimizer = torch.optim.AdamW(groups_of(model), lr=3e-3, weight_decay=0.1, foreach=False)
@@ -332,6 +336,8 @@ def train(
         look(run, [optimizer], before_step=False)
         scheduler.step()
         optimizer.zero_grad()
+        if between is not None:
+            between(model, optimizer)
     keep(run, model, [optimizer])
     return run
 

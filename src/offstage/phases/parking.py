@@ -36,6 +36,7 @@ _BATCH = 32 * 1024 * 1024
 """Bytes that come back together, behind one mark."""
 _SMALL = 1024 * 1024
 """Smaller storages come first, and `wake()` waits for them."""
+_POISON = 0xA5
 _DIGEST_WORDS = 4 * 1024 * 1024
 _DIGEST_FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
@@ -104,14 +105,27 @@ class ParkedStorage(Away):
 
     def leave(self) -> None:
         """HERE → AWAY: the values are on the host, and the device's memory goes back to the allocator."""
-        assert self.storage is not None
         assert self.range is not None
         tensors = self.tensors
         move_versions(tensors, 1)
         for tensor in tensors:
             send_away(tensor, self)
-        self.storage.resize_(0)
+        self.free()
         self.stage = Stage.AWAY
+
+    def free(self) -> None:
+        """Give the device's memory back to the allocator."""
+        assert self.storage is not None
+        if self.storage.resizable():
+            self.storage.resize_(0)
+        else:  # a CPU that plays the device, and numpy has seen the memory: it stays, but its values do not
+            self.bytes().fill_(_POISON)
+
+    def allocate(self) -> None:
+        """Take device memory for the values."""
+        assert self.storage is not None
+        if self.storage.resizable():
+            self.storage.resize_(self.nbytes)
 
     # Returning
 
@@ -313,9 +327,8 @@ class Lot:
         batch: list[ParkedStorage] = []
         try:
             for one in coming:
-                assert one.storage is not None
                 begun.append(one)
-                one.storage.resize_(one.nbytes)
+                one.allocate()
                 batch.append(one)
                 if sum(each.nbytes for each in batch) >= _BATCH:
                     self._bring(batch)
@@ -328,7 +341,7 @@ class Lot:
                 assert one.storage is not None
                 if one.storage.nbytes():
                     self._touch_on_host(one)
-                one.storage.resize_(0)
+                one.free()
                 one.stage, one.coming = Stage.AWAY, None
             self.lanes.return_memory()
             raise

@@ -257,9 +257,7 @@ def _collect(sleepers: Sequence[Sleeper]) -> Found:
                 lot = lot_for(memory.device)
                 if not storage.nbytes() and storage._cdata not in lot.parked:
                     continue
-                if not storage.resizable():
-                    if memory.device.type == "cpu":  # numpy has seen it; it costs no device memory, and stays
-                        continue
+                if not storage.resizable() and memory.device.type != "cpu":
                     raise ConfigError(
                         f"{item.label} uses memory that cannot be freed and taken again (of another process, or of a "
                         "library beside torch); expected memory of torch's own. Clone it first."
@@ -292,6 +290,8 @@ def _wake(flags: dict[Sleeper, bool], storages: Iterable[ParkedStorage]) -> Wake
             try:
                 lot.fetch(ones)
             except RuntimeError as error:
+                if isinstance(error, OffstageError):
+                    raise
                 raise _no_room(lot, ones) from error
             comings.append((lot, sum(one.nbytes for one in ones), start, lot.lanes.stamp(Lane.FETCH)))
         for one in at_once:

@@ -30,7 +30,7 @@ from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.runtime import Runtime, runtimes_with
 from offstage.phases.away import send_away
 from offstage.phases.parking import ParkedStorage, Stage, Wrapper, asleep_error
-from offstage.tensors import readable, reshard
+from offstage.tensors import local_of, readable, reshard
 from offstage.weights.host_weights import host_weight_of
 
 KINDS = ("slots", "gradients", "state", "buffers", "weights")
@@ -434,15 +434,18 @@ def _class_for(target: Any) -> Callable[[Any], Sleeper]:
     if isinstance(target, nn.Module):
         return ModuleSleeper
     raise ConfigError(
-        f"sleep(), wake() and asleep() take modules and optimizers; found {type(target).__name__}. Pass them one by "
-        "one: offstage.sleep(model, optimizer)."
+        f"sleep(), wake() and asleep() take modules and optimizers; found {type(target).__name__}. Pass each by "
+        "itself, as in offstage.sleep(model, optimizer)."
     )
 
 
 def memories_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose storages move with `tensor`: itself, or those that it is made of."""
+    if isinstance(tensor, DTensor):
+        return memories_of(local_of(tensor))
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [memory for name in names for memory in memories_of(getattr(tensor, name))]
+        inner = [getattr(tensor, name) for name in names]
+        return [memory for one in inner if isinstance(one, torch.Tensor) for memory in memories_of(one)]
     has_storage = not tensor.is_meta and tensor.layout is torch.strided
     return [tensor] if has_storage else []
