@@ -54,11 +54,14 @@ def test_public_names():
         "Workload",
         "World",
         "__version__",
+        "asleep",
         "checkpoint",
         "make_plan",
         "measure_machine",
         "offload",
         "offload_activations",
+        "sleep",
+        "wake",
     }
     assert issubclass(offstage.ConfigError, ValueError)
     assert issubclass(offstage.ConfigError, offstage.OffstageError)

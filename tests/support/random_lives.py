@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 from typing import Any
 
@@ -116,9 +117,9 @@ class Iterations:
     EVENTS = (
         *["iterate"] * 6, "two micro-batches", "checkpointed", "not finite", "by hand", "evaluate", "save and load",
         "load the model", "write a weight", "write state", "read", "lr", "amsgrad", "freeze", "add a group", "drain",
-        "prefetch", "evict", "replan",
+        "prefetch", "evict", "replan", "sleep", "sleep",
     )  # fmt: skip
-    IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt", "replan")
+    IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt", "replan", "sleep")
     FORMATS = (*FORMATS, (torch.float32, {"fraction": 0.5}))
     PLACES = (
         *({"window": window} for window in (0, "16KiB", "48KiB", "all")),
@@ -137,6 +138,8 @@ class Iterations:
         self.optimizer = offstage.offload(inner, self.model, min_bytes=0, chunk_bytes="16KiB", **config)
         self.config, self.clip, self.in_between = config, clip, in_between
         self.dtype, self.iterations = dtype, 0
+        self.lanes = contextvars.copy_context()
+        """Those it was built on: it sleeps on the same."""
 
     def draw(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random).to(self.dtype)
@@ -166,9 +169,27 @@ class Iterations:
             self.optimizer.prefetch()
         elif what == "evict":
             self.optimizer.evict()
+        elif what == "sleep" and "slots" in self.config:  # the one that is compared with never sleeps
+            with contextlib.suppress(OffstageError):  # where backward has updated some weights
+                self.lanes.run(self.sleep)
         elif what == "replan":
             with contextlib.suppress(OffstageError):  # where backward has updated some weights
                 self.optimizer.replan(fraction=1.0 if self.iterations % 2 else 0.5)
+
+    def sleep(self) -> None:
+        """One of several ways, and awake again; what comes back may still be on its way."""
+        model, optimizer = self.model, self.optimizer
+        way = self.iterations % 4
+        if way == 0:
+            offstage.sleep(model, optimizer)
+        elif way == 1:
+            offstage.sleep(model, keep=("weights",))
+            offstage.sleep(model, optimizer)
+        elif way == 2:
+            offstage.sleep(model, optimizer, need="12KiB")
+        else:
+            offstage.sleep(optimizer)
+        offstage.wake(*((model, optimizer) if way != 3 else (optimizer,)))
 
     def live(self, event: str, number: int) -> None:
         optimizer, model = self.optimizer, self.model

@@ -38,6 +38,7 @@ class Link:
         self.device, self._make_lanes = device, make_lanes
         self._priority = Priority()
         self._rates: dict[bool, float] = {}
+        self._one_way: dict[Lane, float] = {}
 
     def lanes(self) -> Lanes:
         """Lanes for one user."""
@@ -57,6 +58,17 @@ class Link:
                 logger.warning("%s has no memory left to measure the link with; its rate is unknown", self.device)
                 return 0.0
         return self._rates[pin]
+
+    def one_way_gb_per_s(self, lanes: Lanes, lane: Lane) -> float:
+        """What the link carries on `lane` when nothing goes the other way; 0 where there is none, or no memory."""
+        if self.device.type == "cpu":
+            return 0.0
+        if lane not in self._one_way:
+            try:
+                self._one_way[lane] = measure_one_way(lanes, lane)
+            except torch.OutOfMemoryError:
+                return 0.0
+        return self._one_way[lane]
 
     def remember(self, gb_per_s: float) -> None:
         """The rate of pinned memory was measured elsewhere, just now."""

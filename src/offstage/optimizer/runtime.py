@@ -52,7 +52,7 @@ _alive: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 def runtimes_with(params: Collection[torch.Tensor]) -> list[Runtime]:
     """Those of optimizers that update some of `params`."""
-    return [runtime for runtime in _alive if not runtime.places.states.keys().isdisjoint(params)]
+    return [runtime for runtime in list(_alive) if not runtime.places.states.keys().isdisjoint(params)]
 
 
 class Rest(Protocol):
@@ -604,7 +604,8 @@ class Runtime:
         """State on `device` now: resident state and slots."""
         resident = (state.resident.values() for state in self.all_states() if state.device == device)
         slots = self.places.engines[device].transport.pipeline.device_bytes
-        return sum(tensor.nbytes for tensors in resident for tensor in tensors) + slots
+        here = (min(tensor.nbytes, tensor.untyped_storage().nbytes()) for tensors in resident for tensor in tensors)
+        return sum(here) + slots  # what sleeps has a storage without memory
 
     def fallbacks(self) -> list[str]:
         """What does not happen as it was asked for, and why."""

@@ -17,7 +17,7 @@ import enum
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -324,16 +324,11 @@ class Lot:
         """
         self._run_releases()
         begun: list[ParkedStorage] = []
-        batch: list[ParkedStorage] = []
         try:
-            for one in coming:
-                begun.append(one)
-                one.allocate()
-                batch.append(one)
-                if sum(each.nbytes for each in batch) >= _BATCH:
-                    self._bring(batch)
-                    batch = []
-            if batch:
+            for batch in _batches(coming):
+                for one in batch:
+                    begun.append(one)
+                    one.allocate()
                 self._bring(batch)
         except BaseException:
             self.lanes.synchronize("wake: the copies so far are made")
@@ -396,6 +391,19 @@ def lot_for(device: torch.device) -> Lot:
         found = Lot(link)
         _lots[link] = weakref.ref(found)
     return found
+
+
+def _batches(storages: Iterable[ParkedStorage]) -> Iterator[list[ParkedStorage]]:
+    batch: list[ParkedStorage] = []
+    nbytes = 0
+    for one in storages:
+        batch.append(one)
+        nbytes += one.nbytes
+        if nbytes >= _BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def asleep_error(label: str, how: str) -> OffstageError:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from offstage.config import format_size
 from offstage.lanes.lanes import Lane
-from offstage.lanes.link import measure_one_way
 from offstage.phases.parking import Lot
 
 
@@ -38,17 +37,13 @@ class DeviceReport:
     """In the allocator's reserve: parts of blocks that are in use."""
     context_bytes: int
     """Neither free nor torch's: the driver's context, libraries, other processes."""
-    _lot: Lot | None = field(default=None, repr=False, compare=False)
+    link_gb_per_s: float
+    """What the link carries this way when nothing goes the other way; 0 if unknown."""
 
     @property
     def gb_per_s(self) -> float:
         """Copied bytes over the time of the copies, new host memory included."""
         return self.copied_bytes / self.copy_seconds / 1e9 if self.copy_seconds else 0.0
-
-    @property
-    def link_gb_per_s(self) -> float:
-        """What the link carries this way, when nothing goes the other way. Measured when it is asked for."""
-        return 0.0 if self._lot is None else measure_one_way(self._lot.lanes, Lane.STORE)
 
     def __str__(self) -> str:
         left = {
@@ -60,7 +55,7 @@ class DeviceReport:
         rows = [
             ("parked", f"{format_size(self.parked_bytes)}, {format_size(self.copied_bytes)} copied"),
             ("freed without a copy", format_size(self.freed_bytes)),
-            ("time", f"{1e3 * self.seconds:.1f} ms, copies {self.gb_per_s:.1f} GB/s"),
+            ("time", f"{1e3 * self.seconds:.1f} ms, copies at {_beside(self.gb_per_s, self.link_gb_per_s)}"),
             ("host memory", format_size(self.host_bytes)),
             ("still on the device", ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in left.items())),
         ]
@@ -115,9 +110,19 @@ class Wake:
         """Waits for the copies."""
         return self.nbytes / seconds / 1e9 if (seconds := self.seconds) else 0.0
 
+    @property
+    def link_gb_per_s(self) -> float:
+        """What the link carries this way when nothing goes the other way; 0 if unknown."""
+        return sum(lot.link.one_way_gb_per_s(lot.lanes, Lane.FETCH) for lot, *_ in self._comings)
+
     def wait(self) -> None:
         """The caller's stream waits for everything: for code that reads tensors in ways no hook sees."""
         self._settle()
 
     def __str__(self) -> str:
-        return f"woken: {format_size(self.nbytes)} in {1e3 * self.seconds:.1f} ms, {self.gb_per_s:.1f} GB/s"
+        rate = _beside(self.gb_per_s, self.link_gb_per_s)
+        return f"woken: {format_size(self.nbytes)} in {1e3 * self.seconds:.1f} ms, {rate}"
+
+
+def _beside(gb_per_s: float, link: float) -> str:
+    return f"{gb_per_s:.1f} GB/s" + (f" ({gb_per_s / link:.0%} of the link's {link:.1f})" if link else "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -24,6 +25,8 @@ from offstage.modules import running_backward
 from offstage.phases.parking import Lot, ParkedStorage, Stage, lot_for
 from offstage.phases.report import DeviceReport, Sleep, Wake
 from offstage.phases.sleepers import KINDS, Item, ModuleSleeper, Sleeper, memories_of, sleeper_for, sleeper_of
+
+logger = logging.getLogger("offstage")
 
 _DROPPABLE = ("gradients",)
 Found = dict[ParkedStorage, dict[Sleeper, list[Item]]]
@@ -125,7 +128,7 @@ class _Falling:
         found = _collect(self._sleepers)
         for sleeper in self._sleepers:
             sleeper.prune({one for one, owners in found.items() if sleeper in owners})
-        lots = list(dict.fromkeys(one.lot for one in found)) or [lot_for(_devices(self._sleepers)[0])]
+        lots = [lot_for(device) for device in _devices(self._sleepers)]
         try:
             for lot in lots:
                 lot.refuse_capture()
@@ -141,8 +144,11 @@ class _Falling:
             if gone or wholly:
                 sleeper.fell_asleep(wholly=wholly)
         for lot in lots:
+            lot.link.one_way_gb_per_s(lot.lanes, Lane.STORE)  # the first time; what that takes is given back, too
             lot.lanes.return_memory()
-        return Sleep([self._report(lot, found) for lot in lots], self._waking())
+        made = Sleep([self._report(lot, found) for lot in lots], self._waking())
+        logger.info("%s", made)
+        return made
 
     # What goes
 
@@ -167,6 +173,13 @@ class _Falling:
                 chosen.append(queue.pop(0))
                 missing -= chosen[-1].nbytes
             yield chosen
+        if (missing := self._missing(lot)) > 0:
+            logger.warning(
+                "sleep(need=%s): nothing is left that could go, and %s are missing on %s",
+                format_size(self._need),
+                format_size(missing),
+                lot.device,
+            )
 
     def _missing(self, lot: Lot) -> int:
         """Bytes until the device has as many free as are needed. A CPU does not count: it has what was given up."""
@@ -233,15 +246,16 @@ class _Falling:
             other_bytes=max(0, allocated - ours) if total else 0,
             reserve_bytes=reserve,
             context_bytes=total - free - reserve - allocated if total else 0,
-            _lot=lot if total else None,
+            link_gb_per_s=lot.link.one_way_gb_per_s(lot.lanes, Lane.STORE),
         )
 
 
 def _devices(sleepers: Iterable[Sleeper]) -> list[torch.device]:
     """Accelerators; where there are none, the CPU plays the device."""
-    found = dict.fromkeys(
-        memory.device for sleeper in sleepers for item in sleeper.items() for memory in memories_of(item.tensor)
-    )
+    found: dict[torch.device, None] = {}
+    for sleeper in sleepers:
+        found |= dict.fromkeys(memory.device for item in sleeper.items() for memory in memories_of(item.tensor))
+        found |= dict.fromkeys(engine.device for runtime in sleeper.runtimes() for engine in runtime.engines)
     return [device for device in found if device.type != "cpu"] or [torch.device("cpu")]
 
 
