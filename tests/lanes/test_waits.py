@@ -607,7 +607,7 @@ def wake_refused():
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
     resize = torch.UntypedStorage.resize_
-    with mock.patch.multiple("offstage.phases.parking", _SMALL=0, _BATCH=1):
+    with mock.patch.multiple("offstage.phases.parking", _SMALL=0, _BATCH=1, _SEGMENT=1):
         for room in range(8):
             left = iter(range(room))
             offstage.sleep(model)

@@ -575,7 +575,9 @@ def test_the_device_is_full_at_wake():
         assert all_same(model.parameters(), expected)
 
 
-def test_the_device_fills_on_the_way(lanes):
+@pytest.mark.parametrize("segment", [1, 1 << 30])
+def test_the_device_fills_on_the_way(segment, lanes, monkeypatch):
+    monkeypatch.setattr("offstage.phases.parking._SEGMENT", segment)
     model, optimizer = make()
     expected = clones(model.parameters())
     sleep(model, optimizer)

@@ -211,6 +211,9 @@ class AcceleratorLanes(Lanes):
         torch.accelerator.synchronize(self.device)
         torch.accelerator.empty_cache()
 
+    def reserve(self, nbytes: int) -> None:
+        torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     def device_memory(self) -> tuple[int, int, int]:
         free, total = torch.accelerator.get_memory_info(self.device.index)
         index = self.device.index

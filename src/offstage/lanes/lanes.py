@@ -203,6 +203,9 @@ class Lanes(ABC):
     def return_memory(self) -> None:  # noqa: B027
         """Give memory that torch's allocator keeps for later back to the driver. Waits for the device."""
 
+    def reserve(self, nbytes: int) -> None:  # noqa: B027
+        """Have torch's allocator take so much of the driver at once: allocations that follow are parts of it."""
+
     def device_memory(self) -> tuple[int, int, int]:
         """(bytes left for any process, bytes in the allocator's reserve, bytes that the device has); 0 if unknown."""
         return 0, 0, 0

@@ -27,7 +27,7 @@ from offstage.config import format_size
 from offstage.errors import OffstageError
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.lanes.link import Link, link_for
-from offstage.memory.arena import Arena, check_host_memory
+from offstage.memory.arena import Arena, check_host_memory, round_up
 from offstage.memory.pool import HostPool, Range
 from offstage.phases.away import Away, bring_back, move_versions, send_away
 from offstage.tensors import like, local_of
@@ -36,6 +36,9 @@ _BATCH = 32 * 1024 * 1024
 """Bytes that come back together, behind one mark."""
 _SMALL = 1024 * 1024
 """Smaller storages come first, and `wake()` waits for them."""
+_SEGMENT = 1024 * 1024 * 1024
+"""Bytes of the largest part of device memory that is taken at once."""
+_ALLOCATORS_UNIT = 512
 _POISON = 0xA5
 _DIGEST_WORDS = 4 * 1024 * 1024
 _DIGEST_FACTOR = 0x9E3779B97F4A7C15 - 2**64
@@ -323,12 +326,14 @@ class Lot:
         If the device has not enough memory, nothing has changed.
         """
         self._run_releases()
-        begun: list[ParkedStorage] = []
+        segment_of = {one: segment for segment in _segments(coming) for one in segment}
+        begun: dict[ParkedStorage, None] = {}
         try:
             for batch in _batches(coming):
                 for one in batch:
-                    begun.append(one)
-                    one.allocate()
+                    if one not in begun:
+                        begun.update(dict.fromkeys(segment_of[one]))
+                        self._allocate(segment_of[one])
                 self._bring(batch)
         except BaseException:
             self.lanes.synchronize("wake: the copies so far are made")
@@ -340,6 +345,12 @@ class Lot:
                 one.stage, one.coming = Stage.AWAY, None
             self.lanes.return_memory()
             raise
+
+    def _allocate(self, segment: Sequence[ParkedStorage]) -> None:
+        if len(segment) > 1:
+            self.lanes.reserve(sum(round_up(one.nbytes, _ALLOCATORS_UNIT) for one in segment))
+        for one in segment:
+            one.allocate()
 
     def _bring(self, batch: Sequence[ParkedStorage]) -> None:
         copies = [(one.bytes(), one.range.tensor) for one in batch if one.range is not None]
@@ -404,6 +415,23 @@ def _batches(storages: Iterable[ParkedStorage]) -> Iterator[list[ParkedStorage]]
             batch, nbytes = [], 0
     if batch:
         yield batch
+
+
+def _segments(storages: Iterable[ParkedStorage]) -> list[list[ParkedStorage]]:
+    """Which storages take their memory together: calls of the driver are slow, and each holds up the device.
+
+    Of one kind, so that the memory can go back where another kind stays.
+    """
+    segments: list[list[ParkedStorage]] = []
+    last: dict[str, int] = {}
+    room: dict[str, int] = {}
+    for one in storages:
+        if one.is_small or room.get(one.kind, 0) < one.nbytes:
+            segments.append([])
+            last[one.kind], room[one.kind] = len(segments) - 1, 0 if one.is_small else _SEGMENT
+        segments[last[one.kind]].append(one)
+        room[one.kind] -= one.nbytes
+    return segments
 
 
 def asleep_error(label: str, how: str) -> OffstageError:
