@@ -14,6 +14,7 @@ tensor stays the object it was. What is `AWAY` has no device memory; its values 
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import threading
 import weakref
@@ -25,9 +26,11 @@ from torch.utils.weak import TensorWeakRef
 
 from offstage.config import format_size
 from offstage.errors import OffstageError
+from offstage.lanes.host_threads import may_wait_for_threads
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.lanes.link import Link, link_for
 from offstage.memory.arena import Arena, check_host_memory, round_up
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.memory.pool import HostPool, Range
 from offstage.phases.away import Away, bring_back, move_versions, send_away
 from offstage.tensors import like, local_of
@@ -387,8 +390,17 @@ class Lot:
 
 def _drain(lanes: Lanes, pools: object, releases: object, owner: int) -> None:
     """Keeps `pools` and `releases` alive until the lanes are done with them."""
-    if os.getpid() == owner:
-        lanes.synchronize("drop: nothing is under way")
+    if os.getpid() != owner:
+        return
+    with deferred_interrupts():
+        if may_wait_for_threads():
+            _wait_for(lanes, pools, releases)
+        else:
+            lanes.after_promises(functools.partial(_wait_for, lanes, pools, releases))
+
+
+def _wait_for(lanes: Lanes, *in_use: object) -> None:
+    lanes.synchronize("drop: nothing is under way")
 
 
 _lots: weakref.WeakKeyDictionary[Link, weakref.ref[Lot]] = weakref.WeakKeyDictionary()

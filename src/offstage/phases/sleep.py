@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from offstage.phases.sleepers import KINDS, Item, ModuleSleeper, Sleeper, memori
 logger = logging.getLogger("offstage")
 
 _DROPPABLE = ("gradients",)
+_one_call = threading.RLock()
 Found = dict[ParkedStorage, dict[Sleeper, list[Item]]]
 """Storages, whose they are, and the tensors that use them."""
 
@@ -101,7 +103,8 @@ def _sleepers_for(what: str, objects: Sequence[Any]) -> list[Sleeper]:
 
 @contextlib.contextmanager
 def _turns(sleepers: Iterable[Sleeper]) -> Iterator[None]:
-    with contextlib.ExitStack() as turns:
+    """One call at a time, and no training meanwhile with the optimizers that are concerned."""
+    with _one_call, contextlib.ExitStack() as turns:
         runtimes = {id(runtime): runtime for sleeper in sleepers for runtime in sleeper.runtimes()}
         for _, runtime in sorted(runtimes.items()):  # the same order in every thread
             turns.enter_context(runtime.turn)
@@ -135,14 +138,15 @@ class _Falling:
                 for leaving in self._rounds(lot, found):
                     self._leave(lot, leaving, found)
         except BaseException:
-            self._waking()()
+            self._waking()().wait()
             raise
-        self._drop(found)
-        for sleeper in self._sleepers:
-            gone = {item.kind for one in self._left for item in found[one].get(sleeper, ())}
-            wholly = sleeper.main_kind in gone if self._need is not None else sleeper.main_kind not in self._kept
-            if gone or wholly:
-                sleeper.fell_asleep(wholly=wholly)
+        with deferred_interrupts():
+            self._drop(found)
+            for sleeper in self._sleepers:
+                gone = {item.kind for one in self._left for item in found[one].get(sleeper, ())}
+                wholly = sleeper.main_kind in gone if self._need is not None else sleeper.main_kind not in self._kept
+                if gone or wholly:
+                    sleeper.fell_asleep(wholly=wholly)
         for lot in lots:
             lot.link.one_way_gb_per_s(lot.lanes, Lane.STORE)  # the first time; what that takes is given back, too
             lot.lanes.return_memory()
@@ -157,7 +161,7 @@ class _Falling:
         staying = [one for one in found if one.lot is lot and one.stage is Stage.HERE]
         parts: dict[str, list[ParkedStorage]] = {kind: [] for kind in KINDS}
         for one in staying:
-            kinds = {item.kind for items in found[one].values() for item in items}
+            kinds = _kinds_of(one, found)
             if kinds.isdisjoint(self._kept):
                 parts[max(kinds, key=KINDS.index)].append(one)
         if self._need is None:
@@ -197,8 +201,9 @@ class _Falling:
     # How it goes
 
     def _leave(self, lot: Lot, leaving: Sequence[ParkedStorage], found: Found) -> None:
-        self._dropping += [one for one in leaving if one.kind in self._dropped]
-        moving = [one for one in leaving if one.kind not in self._dropped]
+        dropping = [one for one in leaving if _kinds_of(one, found) <= self._dropped]
+        self._dropping += dropping
+        moving = [one for one in leaving if one not in dropping]
         started = time.perf_counter()
         new = [one for one in moving if one.range is None]
         try:
@@ -248,6 +253,10 @@ class _Falling:
             context_bytes=total - free - reserve - allocated if total else 0,
             link_gb_per_s=lot.link.one_way_gb_per_s(lot.lanes, Lane.STORE),
         )
+
+
+def _kinds_of(one: ParkedStorage, found: Found) -> set[str]:
+    return {item.kind for items in found[one].values() for item in items}
 
 
 def _devices(sleepers: Iterable[Sleeper]) -> list[torch.device]:
