@@ -17,13 +17,15 @@ SAYS = {
     "minimal": "state",
     "overlap": "weights 0, average 0",
     "plan": "as planned at first: True; elements that differ from the plain run: 0",
+    "rl_loop": "elements that differ from the run that never slept: 0",
+    "rl_loop --second-process": "elements that differ from the run that never slept: 0",
 }
 
 
 @pytest.mark.parametrize(("name", "says"), SAYS.items())
 def test_example(name, says, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OFFSTAGE_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", f"examples.{name}"]
+    command = [sys.executable, "-m", *f"examples.{name}".split()]
     found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     assert says in found.stdout

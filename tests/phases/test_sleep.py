@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from unittest import mock
@@ -152,6 +153,17 @@ def test_the_order_is_that_of_the_last_forward():
     assert fetched == [names, names[::-1]]
 
 
+def test_weights_come_before_gradients_and_state():
+    with mock.patch("offstage.phases.parking._SMALL", 0):
+        model, optimizer = make()
+        model.register_buffer("last", torch.ones(3))
+        sleep(model, optimizer)
+        with mock.patch.object(lot_for(CPU), "fetch", wraps=lot_for(CPU).fetch) as fetch:
+            wake(optimizer, model)
+    kinds = [one.kind for one in fetch.call_args.args[0]]
+    assert [kind for kind, _ in itertools.groupby(kinds)] == ["buffers", "weights", "gradients", "state"]
+
+
 def test_kinds(lanes):
     model, optimizer = make({"fraction": 0.5})
     resident = [tensor for state in runtime_of(optimizer).all_states() for tensor in state.resident.values()]
@@ -265,6 +277,58 @@ def test_frozen_weights_are_copied_once():
         model[0].weight.copy_(model[0].weight.flip(0))
     assert copied() == storage_bytes([model[0].bias])
     assert torch.equal(model[0].weight, expected.flip(0))
+
+
+def test_a_copy_that_failed_is_not_taken_for_one():
+    with use_lanes(ImmediateLanes):
+        model = nn.Linear(64, 64).requires_grad_(False)
+        sleep(model)
+        wake(model).wait()
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        with (
+            mock.patch("offstage.phases.parking.check_host_memory", side_effect=HostMemoryError("no room")),
+            raises("no room", HostMemoryError),
+        ):
+            sleep(model)
+        assert sleep(model).devices[0].copied_bytes == model.weight.nbytes
+        wake(model)
+        assert bool((model.weight == 7.0).all())
+
+
+def test_a_copy_made_in_between_counts():
+    """`.data` leaves no trace; the checksum is that of a copy that was overwritten since."""
+    layer = nn.Linear(64, 64, bias=False).requires_grad_(False)
+    first = layer.weight.detach().clone()
+    for trained, values in ((False, first), (True, 0 * first + 7.0), (False, first)):
+        layer.requires_grad_(trained)
+        layer.weight.data.copy_(values)
+        sleep(layer)
+        wake(layer).wait()
+        assert torch.equal(layer.weight, values)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: it never calls torch's `__init__`."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+
+def test_a_wrapper_of_an_optimizer():
+    model, optimizer = make()
+    wrapper = Wrapper(optimizer)
+    sleep(model, wrapper)
+    assert asleep(optimizer)
+    wake(model, Wrapper(optimizer))
+    optimizer.step()
+    wrapper.optimizer = None
+    with raises("Pass the optimizer that it wraps", ConfigError):
+        sleep(model, wrapper)
+    assert not asleep(model)
 
 
 def test_two_models_that_share_a_weight():

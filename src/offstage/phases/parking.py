@@ -168,16 +168,16 @@ class ParkedStorage(Away):
 
     # Values that have not changed
 
-    def is_current(self, version: int, checksum: int) -> bool:
+    def is_current(self, checksum: int | None) -> bool:
         """Whether the host has these values already."""
-        return self.range is not None and self._digest == (version, checksum)
+        return self.range is not None and checksum is not None and self._digest == (self._version, checksum)
 
-    def remember(self, version: int, checksum: int) -> None:
-        """What is in the range."""
-        self._digest = version, checksum
+    def remember(self, checksum: int | None) -> None:
+        """What is in the range; `None`: unknown."""
+        self._digest = None if checksum is None else (self._version, checksum)
 
     @property
-    def version(self) -> int:
+    def _version(self) -> int:
         """Of all its tensors together."""
         return sum(tensor._version for tensor in self.tensors)
 
@@ -259,8 +259,10 @@ class Lot:
         If that fails, nothing has changed.
         """
         self._run_releases()
-        current = self._current(leaving)
-        moving = [one for one in leaving if one not in current]
+        sums = self._checksums(leaving)
+        moving = [one for one in leaving if not one.is_current(sums.get(one))]
+        for one in moving:
+            one.remember(None)  # until its copy is made
         new = {
             pool: [one for one in moving if one.range is None and one.is_public == shared]
             for shared, pool in self._pools.items()
@@ -282,6 +284,8 @@ class Lot:
                 self.lanes.synchronize("sleep: the copies are made")
                 for one in moving:
                     self._touch_on_host(one)
+        for one in moving:
+            one.remember(sums.get(one))
         return sum(one.nbytes for one in moving)
 
     def _submit(self, one: ParkedStorage) -> None:
@@ -308,17 +312,14 @@ class Lot:
                 one.range.pool.give_back(one.range)
                 one.range = None
 
-    def _current(self, leaving: Sequence[ParkedStorage]) -> set[ParkedStorage]:
-        """Frozen weights whose values the host has already."""
+    def _checksums(self, leaving: Sequence[ParkedStorage]) -> dict[ParkedStorage, int]:
+        """Of frozen weights, whose values the host may have already."""
         frozen = [one for one in leaving if one.is_frozen]
         try:
             sums = torch.stack([_checksum(one.bytes()) for one in frozen]).tolist() if frozen else []
         except torch.OutOfMemoryError:  # then they are copied
-            return set()
-        current = {one for one, found in zip(frozen, sums, strict=True) if one.is_current(one.version, found)}
-        for one, found in zip(frozen, sums, strict=True):
-            one.remember(one.version, found)
-        return current
+            return {}
+        return dict(zip(frozen, sums, strict=True))
 
     # Returning
 

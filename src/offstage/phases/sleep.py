@@ -30,6 +30,7 @@ from offstage.phases.sleepers import KINDS, Item, ModuleSleeper, Sleeper, memori
 logger = logging.getLogger("offstage")
 
 _DROPPABLE = ("gradients",)
+_ORDER = ("buffers", "weights", "gradients", "state")
 _one_call = threading.RLock()
 Found = dict[ParkedStorage, dict[Sleeper, list[Item]]]
 """Storages, whose they are, and the tensors that use them."""
@@ -125,6 +126,8 @@ class _Falling:
         self._dropping: list[ParkedStorage] = []
 
     def fall(self) -> Sleep:
+        for device in _devices(self._sleepers):
+            lot_for(device).refuse_capture()
         for sleeper in self._sleepers:
             sleeper.settle()
             sleeper.drain()
@@ -134,7 +137,6 @@ class _Falling:
         lots = [lot_for(device) for device in _devices(self._sleepers)]
         try:
             for lot in lots:
-                lot.refuse_capture()
                 for leaving in self._rounds(lot, found):
                     self._leave(lot, leaving, found)
         except BaseException:
@@ -332,10 +334,10 @@ def _settle(sleepers: Sequence[Sleeper]) -> None:
 
 
 def _ordered(sleepers: Iterable[Sleeper], storages: Iterable[ParkedStorage]) -> list[ParkedStorage]:
-    """Small ones first, for which `wake()` waits; then as forward needs them; then state."""
+    """Small ones first, for which `wake()` waits; then weights, as forward needs them; gradients; state."""
     wanted = set(storages)
     arranged = dict.fromkeys(one for sleeper in sleepers for one in sleeper.arranged() if one in wanted)
-    return sorted(arranged, key=lambda one: not (one.is_small or one.kind == "buffers"))
+    return sorted(arranged, key=lambda one: 0 if one.is_small else _ORDER.index(one.kind))
 
 
 def _check_room(lot: Lot, ones: Sequence[ParkedStorage]) -> None:

@@ -409,16 +409,30 @@ _sleepers: weakref.WeakKeyDictionary[Any, Sleeper] = weakref.WeakKeyDictionary()
 
 def sleeper_of(target: Any) -> Sleeper | None:
     """What `sleep()` has made for `target`, if it has been given it; raises for what can never sleep."""
+    target = _unwrapped(target)
     _class_for(target)
     return _sleepers.get(target)
 
 
 def sleeper_for(target: Any) -> Sleeper:
     """The sleeper of `target`; raises if it cannot sleep."""
+    target = _unwrapped(target)
     made = _class_for(target)
     if target not in _sleepers:
         _sleepers[target] = made(target)
     return _sleepers[target]
+
+
+def _unwrapped(target: Any) -> Any:
+    """The optimizer that `target` hands everything on to, as accelerate's does."""
+    while isinstance(target, torch.optim.Optimizer) and not hasattr(target, "_optimizer_step_pre_hooks"):
+        if not isinstance(inner := getattr(target, "optimizer", None), torch.optim.Optimizer):
+            raise ConfigError(
+                f"{type(target).__name__} is an optimizer without the hooks that torch.optim.Optimizer makes; expected "
+                "one that has called its __init__. Pass the optimizer that it wraps."
+            )
+        target = inner
+    return target
 
 
 def _class_for(target: Any) -> Callable[[Any], Sleeper]:
