@@ -16,7 +16,7 @@ from offstage.errors import OffstageError
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from tests.support.contract import SMALL, adamw, assert_same, snapshot
 from tests.support.lives import clip_to, loss_of, stack
-from tests.support.second_thread import READS, WRITES, assert_clear, second_thread
+from tests.support.second_thread import READS, WRITES, assert_clear, in_backward, second_thread
 from tests.support.training import THREADED, lazily
 
 KINDS = [None, 0, 1, 2, THREADED]
@@ -35,7 +35,9 @@ STEPS = 12
 
 def iterate(model, optimizer, numbers, clip=None):
     for number in numbers:
-        loss_of(model, number).backward()
+        loss = loss_of(model, number)
+        with in_backward:
+            loss.backward()
         clip_to(optimizer, clip)
         optimizer.step()
         optimizer.zero_grad()

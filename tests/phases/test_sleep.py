@@ -18,7 +18,7 @@ from offstage.errors import ConfigError, HostMemoryError, OffstageError, StepLos
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.lanes.link import link_for, use_lanes
 from offstage.optimizer.optimizer import runtime_of
-from offstage.phases.parking import lot_for
+from offstage.phases.parking import Lot, lot_for
 from tests.support.training import lazily, same_bits
 
 CPU = torch.device("cpu")
@@ -612,6 +612,35 @@ def test_the_host_memory_ends_on_the_way(lanes):
     sleep(model, optimizer)
     wake(model, optimizer)
     backward(model)
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_interrupted(at, lanes):
+    """Ctrl-C in the middle of the copies: awake as before, asleep as before."""
+    model, optimizer = make()
+    expected = clones([*model.parameters(), *(param.grad for param in model.parameters())])
+    for name, call, sleeps in (("_submit", sleep, False), ("_bring", wake, True)):
+        if sleeps:
+            sleep(model, optimizer)
+        made = getattr(Lot, name)
+        calls = itertools.count(1)
+
+        def interrupted(self, one, made=made, calls=calls):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+            made(self, one)
+
+        with (
+            mock.patch.object(Lot, name, interrupted),
+            mock.patch("offstage.phases.parking._BATCH", 1),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            call(model, optimizer)
+        assert asleep(model) == sleeps
+    wake(model, optimizer)
+    assert all_same([*model.parameters(), *(param.grad for param in model.parameters())], expected)
+    backward(model)
+    optimizer.step()
 
 
 class Full(ImmediateLanes):

@@ -140,7 +140,8 @@ class _Falling:
                 for leaving in self._rounds(lot, found):
                     self._leave(lot, leaving, found)
         except BaseException:
-            self._waking()().wait()
+            self._waking()()
+            _settle(self._sleepers)
             raise
         with deferred_interrupts():
             self._drop(found)
