@@ -57,7 +57,7 @@ from offstage.memory import pool
 from offstage.memory.arena import Arena
 from offstage.phases.parking import Lot, Stage
 from offstage.phases.report import DeviceReport
-from offstage.phases.sleepers import KINDS
+from offstage.phases.sleeper import KINDS
 
 RESIDENT: Mapping[str, Any] = {"fraction": 0.0, "master_weights": "fp32"}
 STREAMED: Mapping[str, Any] = {"fraction": 0.5, "master_weights": "fp32"}

@@ -451,9 +451,9 @@ def test_uses_while_asleep():
         model(torch.ones(1, 64))
     with raises("Sequential's Linear is asleep"):
         model[1](torch.ones(1, 64))
-    with raises(r"OffloadedOptimizer\[AdamW\] is asleep.*step"):
+    with raises("is asleep.*step"):
         optimizer.step()
-    with raises("AdamW is asleep.*step"):
+    with raises("is asleep.*step"):
         plain.step()
     with raises("AdamW is asleep.*load_state_dict"):
         plain.load_state_dict(plain.state_dict())

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from offstage.errors import HostMemoryError
 from offstage.lanes.accelerator import AcceleratorLanes
 from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes, Mark, Priority, copy_work
 from offstage.memory.arena import Arena
@@ -66,7 +67,7 @@ class Link:
         if lane not in self._one_way:
             try:
                 self._one_way[lane] = measure_one_way(lanes, lane)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, HostMemoryError):
                 return 0.0
         return self._one_way[lane]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from offstage.config import format_size
 from offstage.errors import HostMemoryError
@@ -28,6 +29,7 @@ class Range:
     slab: _Slab
     start: int
     nbytes: int
+    handed_out: list[StorageWeakRef] = field(default_factory=list)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -36,7 +38,15 @@ class Range:
 
     def storage(self) -> torch.UntypedStorage:
         """The memory as a storage of exactly this size: what users get."""
-        return self.slab.arena.tensor(self.start, self.nbytes).untyped_storage()
+        made = self.slab.arena.tensor(self.start, self.nbytes).untyped_storage()
+        self.handed_out = [one for one in self.handed_out if not one.expired()]  # type: ignore[no-untyped-call]
+        self.handed_out.append(StorageWeakRef(made))  # type: ignore[no-untyped-call]
+        return made
+
+    @property
+    def is_handed_out(self) -> bool:
+        """Whether other code still has tensors of it."""
+        return not all(one.expired() for one in self.handed_out)  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ one higher as long as the memory is away; a gradient that it adds to is protecte
 
 from __future__ import annotations
 
+import copy
 import functools
 import types
 from abc import ABC, abstractmethod
@@ -43,7 +44,7 @@ class _AwayTensor:
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _name_of(func) in _HARMLESS:
+        if _is_harmless(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is torch.Tensor.detach:  # how state dicts are made
@@ -54,12 +55,16 @@ class _AwayTensor:
                 vars(tensor)[AWAY].use(_name_of(func))
         return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        vars(self)[AWAY].use("deepcopy()")  # it has its own class again then
+        return copy.deepcopy(self, memo)
+
     def __repr__(self) -> str:
         assert isinstance(self, torch.Tensor)
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
 
-_HARMLESS = frozenset(
+_PROPERTIES = frozenset(
     {
         *("shape", "device", "dtype", "layout", "ndim", "nbytes", "itemsize", "requires_grad", "is_leaf", "grad"),
         *(
@@ -74,22 +79,33 @@ _HARMLESS = frozenset(
             "is_quantized",
         ),
         *("is_nested", "is_mkldnn", "is_xla", "is_xpu", "is_mps", "is_vulkan", "output_nr", "_base", "_version"),
-        *("_backward_hooks", "_post_accumulate_grad_hooks", "_grad_fn"),
-        *("size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset"),
-        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "get_device"),
-        *("untyped_storage", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__"),
-        *("__len__", "type", "is_shared", "is_same_size", "has_names"),
+        *("_backward_hooks", "_post_accumulate_grad_hooks", "_grad_fn", "name"),
     }
 )
-"""What needs no values: names of methods and of properties."""
+_METHODS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in (
+        *("size", "stride", "dim", "numel", "nelement", "ndimension", "element_size", "storage_offset", "is_shared"),
+        *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_conj", "is_neg"),
+        *("untyped_storage", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__hash__"),
+        *("get_device", "__len__"),
+    )
+)
+"""What needs no values. Functions, not their names: `torch.autograd.grad` is not `Tensor.grad`."""
+
+
+def _is_harmless(func: Callable[..., Any]) -> bool:
+    if func in _METHODS:
+        return True
+    prop = getattr(func, "__self__", None)
+    if not isinstance(prop, types.GetSetDescriptorType) or prop.__name__ not in _PROPERTIES:
+        return False
+    return func.__name__ == "__get__" or prop.__name__ in ("grad", "requires_grad")
 
 
 def _name_of(func: Callable[..., Any]) -> str:
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__", "__delete__"):
-        prop = getattr(getattr(func, "__self__", None), "__name__", name)
-        return str(prop) if name == "__get__" or prop in ("grad", "requires_grad") else f"{prop}.{name}"
-    return str(name)
+    prop = getattr(func, "__self__", None)
+    return str(getattr(prop, "__name__", None) or getattr(func, "__name__", func))
 
 
 @functools.cache

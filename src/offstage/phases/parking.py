@@ -64,6 +64,7 @@ class ParkedStorage(Away):
         self.storage: torch.UntypedStorage | None = None
         """While it is not here: it has no memory, and keeping it alive costs none."""
         self.alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._address = storage._cdata
         self.range: Range | None = None
         """Its host memory, in every cycle the same: what was handed out while it slept stays a view of it."""
         self.is_public = False
@@ -75,12 +76,17 @@ class ParkedStorage(Away):
 
     def know(self, tensor: torch.Tensor) -> None:
         """`tensor` is one of those that use the storage."""
+        is_new = not any(tensor is one for one in self.tensors)
         self._tensors[id(tensor)] = TensorWeakRef(tensor)
+        if is_new and self.stage is Stage.AWAY:
+            move_versions([tensor], 1)
+            send_away(tensor, self)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those that are known and still exist."""
-        return [found for one in self._tensors.values() if (found := one()) is not None]
+        """Those that are known, still exist, and still use it."""
+        found = [tensor for one in self._tensors.values() if (tensor := one()) is not None]
+        return [tensor for tensor in found if tensor.untyped_storage()._cdata == self._address]
 
     @property
     def is_dropped(self) -> bool:
@@ -150,6 +156,7 @@ class ParkedStorage(Away):
             move_versions(tensors, -1)
             self.stage, self.storage = Stage.HERE, None
             self.lot.is_back(self)
+            self._tensors.clear()  # the next sleep finds those that there are then
 
     def use(self, how: str) -> None:
         if self.stage is Stage.AWAY:
@@ -160,9 +167,12 @@ class ParkedStorage(Away):
         with self.lot.turn:
             if self.stage is Stage.AWAY:
                 assert self.range is not None
+                self.remember(None)  # other code may write what it gets
                 host = torch.empty(0, dtype=tensor.dtype, device="cpu")
                 place = (tensor.storage_offset(), tensor.size(), tensor.stride())
-                return host.set_(self.range.storage(), *place)  # type: ignore[call-overload, no-any-return]
+                host = host.set_(self.range.storage(), *place)  # type: ignore[call-overload]
+                host = host.conj() if tensor.is_conj() else host
+                return torch._neg_view(host) if tensor.is_neg() else host
         self.back()
         return tensor
 
@@ -179,7 +189,7 @@ class ParkedStorage(Away):
     @property
     def _version(self) -> int:
         """Of all its tensors together."""
-        return sum(tensor._version for tensor in self.tensors)
+        return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
 
     @property
     def is_frozen(self) -> bool:
@@ -258,7 +268,7 @@ class Lot:
 
         If that fails, nothing has changed.
         """
-        self._run_releases()
+        self._run_releases("sleep: the last fetch is over")
         sums = self._checksums(leaving)
         moving = [one for one in leaving if not one.is_current(sums.get(one))]
         for one in moving:
@@ -284,9 +294,18 @@ class Lot:
                 self.lanes.synchronize("sleep: the copies are made")
                 for one in moving:
                     self._touch_on_host(one)
+            self._check()
         for one in moving:
             one.remember(sums.get(one))
         return sum(one.nbytes for one in moving)
+
+    def _check(self) -> None:
+        """Raise what a copy has failed with, if one has; the next call begins anew."""
+        try:
+            self.lanes.check()
+        except BaseException:
+            self.lanes.forget()
+            raise
 
     def _submit(self, one: ParkedStorage) -> None:
         assert one.range is not None
@@ -329,7 +348,7 @@ class Lot:
 
         If the device has not enough memory, nothing has changed.
         """
-        self._run_releases()
+        self._run_releases("sleep: the last fetch is over")
         segment_of = {one: segment for segment in _segments(coming) for one in segment}
         begun: dict[ParkedStorage, None] = {}
         try:
@@ -380,12 +399,17 @@ class Lot:
         """Give `taken`, and `storage`, back behind `after`. The garbage collector calls this: no more is done here."""
         self._releases.append((taken, after, storage))
 
-    def _run_releases(self) -> None:
-        while self._releases:
-            taken, after, _ = self._releases.pop()
+    def _run_releases(self, reason: str) -> None:
+        """Host memory that no fetch reads, and no other code holds, is free again."""
+        self.lanes.synchronize(reason)  # a fetch may have been waited for on another stream than the caller's
+        queued, self._releases[:] = list(self._releases), []
+        for taken, after, storage in queued:
+            if taken.is_handed_out:
+                self._releases.append((taken, None, None))
+                continue
             if after is not None:
-                self.lanes.wait_on_host(after, "sleep: the last fetch is over")
                 self.lanes.touch_on_host(writes=[taken.tensor])
+            del storage
             taken.pool.give_back(taken)
 
 
@@ -463,5 +487,6 @@ def _checksum(memory: torch.Tensor) -> torch.Tensor:
     for words in (*torch.split(memory[:whole].view(torch.int64), _DIGEST_WORDS), tail):
         places = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=memory.device)
         places.mul_(_DIGEST_FACTOR).bitwise_or_(1)
-        total = total * _DIGEST_FACTOR + places.mul_(words ^ (words >> 29)).sum()
+        high = (words >> 29) & ((1 << 35) - 1)  # without the sign, or a word and its complement would be alike
+        total = total * _DIGEST_FACTOR + places.mul_(words ^ high).sum()
     return total

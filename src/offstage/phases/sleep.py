@@ -13,6 +13,7 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import running_backward
 from offstage.phases.parking import Lot, ParkedStorage, Stage, lot_for
 from offstage.phases.report import DeviceReport, Sleep, Wake
-from offstage.phases.sleepers import KINDS, Item, ModuleSleeper, Sleeper, memories_of, sleeper_for, sleeper_of
+from offstage.phases.sleeper import KINDS, Item, Sleeper, memories_of
+from offstage.phases.sleepers import ModuleSleeper, sleeper_for, sleeper_of
 
 logger = logging.getLogger("offstage")
 
@@ -135,23 +137,20 @@ class _Falling:
         for sleeper in self._sleepers:
             sleeper.prune({one for one, owners in found.items() if sleeper in owners})
         lots = [lot_for(device) for device in _devices(self._sleepers)]
+        for lot in lots:
+            lot.link.one_way_gb_per_s(lot.lanes, Lane.STORE)  # the first time
         try:
             for lot in lots:
                 for leaving in self._rounds(lot, found):
                     self._leave(lot, leaving, found)
+            with deferred_interrupts():
+                self._guard(found)
         except BaseException:
             self._waking()()
             _settle(self._sleepers)
             raise
-        with deferred_interrupts():
-            self._drop(found)
-            for sleeper in self._sleepers:
-                gone = {item.kind for one in self._left for item in found[one].get(sleeper, ())}
-                wholly = sleeper.main_kind in gone if self._need is not None else sleeper.main_kind not in self._kept
-                if gone or wholly:
-                    sleeper.fell_asleep(wholly=wholly)
+        self._drop(found)
         for lot in lots:
-            lot.link.one_way_gb_per_s(lot.lanes, Lane.STORE)  # the first time; what that takes is given back, too
             lot.lanes.return_memory()
         made = Sleep([self._report(lot, found) for lot in lots], self._waking())
         logger.info("%s", made)
@@ -223,11 +222,21 @@ class _Falling:
             for one in moving:
                 one.leave()
                 self._left.append(one)
-                for sleeper, items in found[one].items():
-                    sleeper.keep(one, items)
+
+    def _guard(self, found: Found) -> None:
+        for one, owners in found.items():
+            for sleeper, items in owners.items() if one.stage is Stage.AWAY else ():  # also what slept before
+                sleeper.keep(one, items)
+        for sleeper in self._sleepers:
+            gone = {item.kind for one in self._left for item in found[one].get(sleeper, ())}
+            wholly = sleeper.main_kind in gone if self._need is not None else sleeper.main_kind not in self._kept
+            if gone or wholly:
+                sleeper.fell_asleep(wholly=wholly)
 
     def _drop(self, found: Found) -> None:
         """Nothing can fail any more."""
+        for sleeper in self._sleepers if self._need is None and "gradients" in self._dropped else ():
+            sleeper.drop_gradients()  # those without memory of their own, too
         for one in self._dropping:
             for items in found.pop(one).values():
                 for item in items:
@@ -235,8 +244,7 @@ class _Falling:
                     item.param.grad = None
 
     def _waking(self) -> Callable[[], Wake]:
-        before = self._were_asleep
-        return functools.partial(_wake_again, before, list(self._left))
+        return functools.partial(_wake_again, self._were_asleep, [weakref.ref(one) for one in self._left])
 
     def _report(self, lot: Lot, found: Found) -> DeviceReport:
         free, reserve, total = lot.lanes.device_memory()
@@ -295,9 +303,10 @@ def _collect(sleepers: Sequence[Sleeper]) -> Found:
     return found
 
 
-def _wake_again(flags: dict[Sleeper, bool], storages: Sequence[ParkedStorage]) -> Wake:
+def _wake_again(flags: dict[Sleeper, bool], storages: Sequence[weakref.ref[ParkedStorage]]) -> Wake:
     with _turns(flags):
-        return _wake(flags, [one for one in storages if one.stage is Stage.AWAY and not one.is_dropped])
+        found = [one for ref in storages if (one := ref()) is not None]
+        return _wake(flags, [one for one in found if one.stage is Stage.AWAY and not one.is_dropped])
 
 
 def _wake(flags: dict[Sleeper, bool], storages: Iterable[ParkedStorage]) -> Wake:

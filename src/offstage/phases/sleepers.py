@@ -1,26 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Sleeper`: one object that can sleep: a module, an offloaded optimizer, or an optimizer of torch.
+"""The objects that can sleep: modules, offloaded optimizers, and optimizers of torch.
 
-It knows which tensors the object has, by kind, and refuses or delays the object's use while they are away: a module's
-forward by a hook of that module, an optimizer's step by one of the optimizer, and what autograd adds to a gradient by a
-hook of the parameter.
+Their use is refused or delayed while their tensors are away: a module's forward by a hook of that module, an
+optimizer's step by one of the optimizer, and what autograd adds to a gradient by a hook of the parameter.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from offstage.errors import ConfigError
 from offstage.modules import Hook
@@ -28,160 +23,10 @@ from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.runtime import Runtime, runtimes_with
-from offstage.phases.away import send_away
-from offstage.phases.parking import ParkedStorage, Stage, Wrapper, asleep_error
-from offstage.tensors import local_of, readable, reshard
+from offstage.phases.parking import ParkedStorage, Stage, asleep_error
+from offstage.phases.sleeper import Item, Sleeper
+from offstage.tensors import AWAY, readable, reshard
 from offstage.weights.host_weights import host_weight_of
-
-KINDS = ("slots", "gradients", "state", "buffers", "weights")
-"""In the order in which they are given up where not all has to go: the cheapest to bring back first."""
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A tensor of an object."""
-
-    kind: str
-    label: str
-    tensor: torch.Tensor
-    """As the object has it; a DTensor's memory is that of its local tensor."""
-    module: nn.Module | None = None
-    """The one whose forward uses it."""
-    param: torch.Tensor | None = None
-    """The parameter, if this is its gradient."""
-
-
-class KeptItem:
-    """What a sleeper remembers of an item: nothing of it is kept alive, neither the object itself nor a gradient."""
-
-    def __init__(self, item: Item) -> None:
-        self.kind = item.kind
-        self._tensor = TensorWeakRef(item.tensor)
-        self._module = weakref.ref(item.module) if item.module is not None else None
-        self._param = TensorWeakRef(item.param) if item.param is not None else None
-
-    @property
-    def tensor(self) -> torch.Tensor | None:
-        return self._tensor()  # type: ignore[no-any-return]
-
-    @property
-    def module(self) -> nn.Module | None:
-        return self._module() if self._module is not None else None
-
-    @property
-    def param(self) -> torch.Tensor | None:
-        return self._param() if self._param is not None else None
-
-
-class Sleeper(ABC):
-    """One object that has slept, or is about to."""
-
-    main_kind: str
-    """Without this the object cannot be used: it is asleep."""
-
-    def __init__(self) -> None:
-        self.is_asleep = False
-        self.is_public = False
-        """Other processes shall be able to read its values while it sleeps."""
-        self.parked: dict[ParkedStorage, list[KeptItem]] = {}
-        self._handles: list[RemovableHandle] = []
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """How messages name the object."""
-
-    @abstractmethod
-    def items(self) -> Iterator[Item]:
-        """All tensors of the object, in the order in which training needs them."""
-
-    def check(self) -> None:
-        """Raise if it cannot sleep now. Changes nothing."""
-        for runtime in self.runtimes():
-            runtime.check_not_lost()
-            runtime.check_between_steps()
-
-    def drain(self) -> None:
-        """Nothing is under way afterwards."""
-        for runtime in self.runtimes():
-            runtime.drain_state()
-
-    def runtimes(self) -> list[Runtime]:
-        """Of offloaded optimizers that use its tensors."""
-        return []
-
-    def free_slots(self, device: torch.device) -> int:
-        """Give back memory of `device` that holds nothing. Returns how much."""
-        return 0
-
-    def arranged(self) -> list[ParkedStorage]:
-        """Its storages, in the order in which training needs them."""
-        return list(self.parked)
-
-    @property
-    def waits_at_once(self) -> bool:
-        """Whether its tensors are read in ways that no hook sees: then `wake()` waits for all of them."""
-        return False
-
-    @property
-    def away(self) -> list[ParkedStorage]:
-        return [one for one in self.parked if one.stage is Stage.AWAY and not one.is_dropped]
-
-    def keep(self, storage: ParkedStorage, items: Iterable[Item]) -> None:
-        """`storage`, which is away, is one of its own."""
-        self.parked[storage] = list(map(KeptItem, items))
-
-    def prune(self, current: set[ParkedStorage]) -> None:
-        """Forget storages that it does not use any more."""
-        for one in list(self.parked):
-            if one.is_dropped or (one.stage is Stage.HERE and one not in current):
-                del self.parked[one]
-
-    def fell_asleep(self, *, wholly: bool) -> None:
-        """Storages of it are away: from now on using them raises. `wholly`: using the object does."""
-        self.is_asleep = self.is_asleep or wholly
-        self._forget_hooks()
-        for one, items in self.parked.items():
-            if one.stage is Stage.AWAY:
-                for item in items:
-                    if isinstance(item.tensor, DTensor):
-                        send_away(item.tensor, Wrapper(one, item.tensor))
-        self._guard()
-
-    @abstractmethod
-    def _guard(self) -> None:
-        """Make the hooks that refuse or delay its use."""
-
-    def woke(self) -> None:
-        """Its storages are here, or on their way."""
-        self.is_asleep = False
-        for one in [one for one in self.parked if one.is_dropped]:
-            del self.parked[one]
-        if self.waits_at_once or not self._is_coming:
-            self.settle()
-
-    @property
-    def _is_coming(self) -> bool:
-        return any(one.stage is Stage.COMING for one in self.parked)
-
-    def settle(self) -> None:
-        """The caller's stream waits for all that is on its way. If nothing is away then, no hooks are left."""
-        for one, items in list(self.parked.items()):
-            if one.stage is Stage.COMING:
-                one.back()
-            if one.stage is Stage.HERE:
-                for item in items:
-                    if item.tensor is not None:  # a DTensor's wrapper goes with its local tensor's
-                        readable(item.tensor)
-                if one.kind == "gradients":
-                    del self.parked[one]
-        if not self.is_asleep and not self.away:
-            self._forget_hooks()
-
-    def _forget_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
 
 
 class ModuleSleeper(Sleeper):
@@ -233,6 +78,11 @@ class ModuleSleeper(Sleeper):
         model = self._model()
         return runtimes_with(set(model.parameters())) if model is not None else []
 
+    def drop_gradients(self) -> None:
+        model = self._model()
+        for param in model.parameters() if model is not None else ():
+            param.grad = None
+
     def drain(self) -> None:
         super().drain()
         model = self._model()
@@ -262,11 +112,19 @@ class ModuleSleeper(Sleeper):
                 module, param = item.module, item.param
                 if item.kind != "gradients" and module is not None:
                     self._used_by.setdefault(module, []).append(one)
-                elif param is not None and param.requires_grad:
+                elif param is not None:
+                    trains = param.requires_grad
+                    param.requires_grad_(True)  # a frozen one may not be so any more when backward comes
                     hook = Hook(self._before_gradient, one)
                     self._handles.append(param.register_hook(hook))  # type: ignore[no-untyped-call]
+                    param.requires_grad_(trains)
         load = model.register_load_state_dict_pre_hook(Hook(self._before_load))  # type: ignore[no-untyped-call]
         self._handles.append(load)
+        for module in list(self._used_by):
+            if isinstance(module, _READS_CHILDREN):
+                children = [child for child in module.modules() if child is not module]
+                self._used_by[module] += [one for child in children for one in self._used_by.get(child, ())]
+        _watch_steps()
         before = Hook(self._before_forward)
         self._handles += [module.register_forward_pre_hook(before, prepend=True) for module in self._used_by]
 
@@ -278,6 +136,8 @@ class ModuleSleeper(Sleeper):
         self._order_now.setdefault(module, len(self._order_now))
         for one in self._used_by[module]:
             one.use("forward()")
+        if is_root:
+            self._forget_dropped()
         if not self._is_coming and not self.away:
             self.settle()
 
@@ -285,8 +145,53 @@ class ModuleSleeper(Sleeper):
         if self.is_asleep:
             raise asleep_error(self._title, "load_state_dict()")
 
+    def _forget_dropped(self) -> None:
+        """Gradients that were zeroed while they came: their memory goes back."""
+        for one in [one for one in self.parked if one.stage is Stage.COMING and not one.tensors]:
+            one.back()
+            del self.parked[one]
+
     def _before_gradient(self, one: ParkedStorage) -> None:
-        one.use("backward()")
+        if one.tensors:  # otherwise it was zeroed meanwhile
+            one.use("backward()")
+
+    def check(self) -> None:
+        super().check()
+        model = self._model()
+        assert model is not None
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ConfigError(
+                    f"Module {name!r} is a ScriptModule, which takes no hooks; expected an ordinary one. Let it sleep "
+                    "before it is scripted, or pass the modules beside it."
+                )
+
+
+_READS_CHILDREN = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+"""These read the weights of modules inside, whose own forward they may not call, and look at their classes."""
+_steps: list[RemovableHandle] = []
+
+
+def _watch_steps() -> None:
+    """While a module sleeps or wakes: no optimizer begins a step with what is away, and each waits for what comes."""
+    if not _steps:
+        _steps.append(register_optimizer_step_pre_hook(_before_any_step))
+
+
+def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for param in _params_of(optimizer):
+        for tensor in (param, param.grad):
+            away = None if tensor is None else vars(tensor).get(AWAY)
+            if away is not None:
+                away.use("step()")
+    if not any(isinstance(one, ModuleSleeper) and one.is_watching for one in list(_sleepers.values())):
+        while _steps:
+            _steps.pop().remove()
 
 
 class TorchOptimizerSleeper(Sleeper):
@@ -451,15 +356,3 @@ def _class_for(target: Any) -> Callable[[Any], Sleeper]:
         f"sleep(), wake() and asleep() take modules and optimizers; found {type(target).__name__}. Pass each by "
         "itself, as in offstage.sleep(model, optimizer)."
     )
-
-
-def memories_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors whose storages move with `tensor`: itself, or those that it is made of."""
-    if isinstance(tensor, DTensor):
-        return memories_of(local_of(tensor))
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]
-        return [memory for one in inner if isinstance(one, torch.Tensor) for memory in memories_of(one)]
-    has_storage = not tensor.is_meta and tensor.layout is torch.strided
-    return [tensor] if has_storage else []

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Corners of sleep and wake: odd tensors, odd orders, and uses that torch does not announce."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offstage
+from offstage import asleep, sleep, wake
+from offstage.errors import ConfigError, OffstageError
+from offstage.lanes.lanes import ImmediateLanes
+from offstage.lanes.link import use_lanes
+from tests.phases.test_sleep import SMALL, all_same, backward, clones, make
+from tests.support.training import lazily, same_bits
+
+
+@pytest.fixture(autouse=True, params=[None, 0], ids=["at_once", "lazily"])
+def _lanes(request, monkeypatch):
+    for name, value in (("_SMALL", 0), ("_BATCH", 1)):
+        monkeypatch.setattr(f"offstage.phases.parking.{name}", value)
+    with lazily(request.param) if request.param is not None else use_lanes(ImmediateLanes):
+        yield
+
+
+def test_conversions_need_values():
+    layer = nn.Linear(8, 8)
+    expected = layer.weight.detach().double()
+    sleep(layer)
+    for use in (lambda: layer.weight.type(torch.float64), lambda: layer.weight.double(), lambda: layer.weight.data):
+        with pytest.raises(OffstageError, match="asleep"):
+            use()
+    wake(layer)
+    assert torch.equal(layer.weight.type(torch.float64), expected)
+
+
+def test_autograd_grad_asks_for_values():
+    """Checkpointing runs forward again within it."""
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    x = torch.randn(2, 16, requires_grad=True)
+
+    def gradients():
+        loss = checkpoint(model, x, use_reentrant=False).pow(2).sum()
+        sleep(model)
+        wake(model)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    expected = torch.autograd.grad(model(x).pow(2).sum(), list(model.parameters()))
+    assert all_same(gradients(), expected)
+
+
+@pytest.mark.parametrize("config", [None, {"fraction": 0.5}, {"fraction": 0.0}])
+@pytest.mark.parametrize("keep", [(), ("gradients",), ("weights",)])
+def test_a_step_while_only_the_model_sleeps(config, keep):
+    """It is refused before it has begun; afterwards it is the step that it would have been."""
+    runs = []
+    for sleeps in (False, True):
+        model, optimizer = make(config)
+        backward(model, 1)
+        if sleeps:
+            sleep(model, keep=keep)
+            with pytest.raises(OffstageError, match="asleep"):
+                optimizer.step()
+            wake(model)
+        optimizer.step()
+        state = [value for one in optimizer.state_dict()["state"].values() for value in one.values()]
+        runs.append(clones([*model.parameters(), *map(torch.as_tensor, state)]))
+    assert all_same(*runs)
+
+
+def test_the_first_step_of_all():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    sleep(model)
+    with pytest.raises(OffstageError, match="asleep"):
+        optimizer.step()
+    assert not optimizer.state
+    wake(model)
+    optimizer.step()
+
+
+def test_no_hook_on_steps_is_left():
+    from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+    model, optimizer = make()
+    sleep(model, optimizer)
+    wake(model, optimizer).wait()
+    optimizer.step()
+    assert not _global_optimizer_pre_hooks
+
+
+def test_the_gradient_of_a_weight_that_was_frozen():
+    layer = nn.Linear(8, 8)
+    layer(torch.ones(1, 8)).sum().backward()
+    layer.requires_grad_(False)
+    sleep(layer, keep=("weights",))
+    layer.requires_grad_(True)
+    with pytest.raises(OffstageError, match="asleep"):
+        layer(torch.ones(1, 8)).sum().backward()
+    layer.requires_grad_(False)
+    wake(layer)
+    layer.requires_grad_(True)
+    layer(torch.ones(1, 8)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((8, 8), 2.0))
+
+
+def test_zeroed_while_asleep_and_used_again():
+    model, optimizer = make()
+    sleep(model, optimizer)
+    model.zero_grad()
+    wake(model, optimizer)
+    backward(model, 3)
+    assert model[0].weight.grad is not None
+
+
+def test_zeroed_while_waking():
+    model, optimizer = make()
+    sleep(model, optimizer)
+    wake(model, optimizer)
+    model.zero_grad()
+    backward(model, 3)
+    optimizer.step()
+
+
+def test_copied_while_waking():
+    model, _ = make()
+    expected = clones(model.parameters())
+    sleep(model)
+    wake(model)
+    twin = copy.deepcopy(model)
+    assert {type(param) for param in twin.parameters()} == {nn.Parameter}
+    assert all_same(twin.parameters(), expected)
+    twin(torch.ones(1, 64)).sum().backward()
+
+
+def test_a_backbone_of_two_models_in_two_calls():
+    backbone = nn.Linear(8, 8)
+    first, second = nn.Sequential(backbone, nn.Linear(8, 8)), nn.Sequential(backbone, nn.Linear(8, 8))
+    alias = nn.Linear(8, 8, bias=False)
+    alias.weight = nn.Parameter(backbone.weight.data)
+    expected = backbone.weight.detach().clone()
+    sleep(first)
+    sleep(second)
+    sleep(alias)
+    assert same_bits(alias.state_dict()["weight"], expected)
+    wake(second)
+    second(torch.ones(1, 8))
+    wake(alias, first)
+    alias(torch.ones(1, 8))
+    first(torch.ones(1, 8))
+    assert torch.equal(alias.weight, expected)
+    assert alias.weight.data_ptr() == backbone.weight.data_ptr()
+
+
+@pytest.mark.parametrize("size", [8, 5])
+def test_one_of_two_views_gets_other_memory(size):
+    model = nn.Module()
+    flat = torch.randn(8)
+    model.a, model.b = nn.Parameter(flat), nn.Parameter(flat)
+    sleep(model)
+    wake(model).wait()
+    model.a.data = torch.randn(size)
+    expected = clones([model.a, model.b])
+    sleep(model)
+    assert all_same(model.state_dict().values(), expected)
+    wake(model)
+    assert all_same([model.a, model.b], expected)
+
+
+def test_what_was_read_asleep_stays_what_it_was():
+    model, keeper = nn.Linear(32, 32), nn.Linear(4, 4)
+    sleep(keeper)
+    sleep(model)
+    read = model.state_dict()
+    expected = clones(read.values())
+    del model
+    gc.collect()
+    other = nn.Linear(32, 32)
+    sleep(other)
+    assert all_same(read.values(), expected)
+    del read
+    wake(other)
+
+
+def test_writes_to_what_was_read_asleep_do_not_come_back_with_the_next_sleep():
+    layer = nn.Linear(8, 8, bias=False).requires_grad_(False)
+    expected = layer.weight.detach().clone()
+    sleep(layer)
+    read = layer.state_dict()
+    wake(layer).wait()
+    read["weight"].zero_()
+    sleep(layer)
+    wake(layer)
+    assert torch.equal(layer.weight, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_complements_differ(dtype):
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(64, dtype=dtype), requires_grad=False)
+    for _ in range(2):
+        sleep(layer)
+        wake(layer).wait()
+    layer.weight.data.view(torch.int32 if dtype == torch.float32 else torch.int64).bitwise_not_()
+    expected = layer.weight.detach().clone()
+    sleep(layer)
+    wake(layer)
+    assert same_bits(layer.weight.detach(), expected)
+
+
+def test_odd_tensors():
+    model = nn.Module()
+    z = torch.randn(6, dtype=torch.complex64)
+    model.register_buffer("conjugate", z.conj())
+    model.register_buffer("negative", z.conj().imag)
+    model.register_buffer("scalar", torch.tensor(3))
+    model.register_buffer("nothing", torch.empty(0, 4))
+    model.register_buffer("absent", None)
+    model.register_buffer("hidden", torch.ones(3), persistent=False)
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    model.register_buffer("expanded", torch.ones(1, 5).expand(7, 5))
+    model.lazy = nn.LazyLinear(4)
+    with torch.inference_mode():
+        model.reference = nn.Parameter(torch.ones(5), requires_grad=False)
+    names = [name for name in model.state_dict() if not name.startswith("lazy") and name != "sparse"]
+    expected = {name: model.state_dict()[name].resolve_conj().resolve_neg().clone() for name in names}
+    for _ in range(2):
+        sleep(model)
+        found = model.state_dict()
+        assert all(torch.equal(found[name].resolve_conj().resolve_neg(), expected[name]) for name in names)
+        wake(model)
+        assert all(torch.equal(model.state_dict()[name], expected[name]) for name in names)
+    assert model.hidden.sum() == 3
+
+
+def test_gradients_without_memory_of_their_own_are_dropped_too():
+    model = nn.Embedding(5, 4, sparse=True)
+    model(torch.tensor([1, 2])).sum().backward()
+    sleep(model, drop=("gradients",))
+    assert model.weight.grad is None
+    wake(model)
+
+
+def test_modules_that_look_at_the_weights_inside():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.randn(2, 3, 16)
+    with torch.no_grad():
+        expected = layer(x)
+        for _ in range(2):
+            sleep(layer)
+            wake(layer)
+            assert same_bits(layer(x), expected)
+
+
+def test_scripted_modules_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match="ScriptModule"):
+        sleep(model)
+    assert not asleep(model)
+    model(torch.ones(1, 4))
+
+
+def test_a_report_keeps_nothing_alive():
+    model = nn.Linear(32, 32)
+    report = sleep(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    with report:
+        pass
+
+
+def test_two_optimizers_of_one_model_and_one_of_two():
+    torch.manual_seed(0)
+    left, right = nn.Linear(16, 16), nn.Linear(16, 16)
+    both = nn.Sequential(left, right)
+    optimizers = [
+        offstage.offload(torch.optim.AdamW(part.parameters()), part, **{**SMALL, "overlap_forward": True})
+        for part in (left, right)
+    ]
+    twin = copy.deepcopy(both)
+    plain = [offstage.offload(torch.optim.AdamW(part.parameters()), part, **SMALL) for part in twin]
+    for number in range(4):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(number))
+        for model, steps in ((both, optimizers), (twin, plain)):
+            model(x).pow(2).mean().backward()
+            for one in steps:
+                one.step()
+                one.zero_grad()
+        sleep(both, *optimizers)
+        wake(*optimizers)
+        wake(both)
+    for one in optimizers:
+        one.synchronize()
+    assert all_same(both.parameters(), twin.parameters())
