@@ -53,6 +53,7 @@ class _AwayTensor:
         for tensor in tree_leaves((args, kwargs)):
             if isinstance(tensor, _AwayTensor):
                 vars(tensor)[AWAY].use(_name_of(func))
+                bring_back(tensor)  # type: ignore[arg-type]
         return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
