@@ -138,7 +138,7 @@ def test_quiet(tmp_path, capsys):
     train(tmp_path, run={"progress": "quiet", "steps": 4})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3  # what it is, the last step, where it is
-    assert re.match(r"step 4/4  loss \d\.\d{4}  tokens/s [\d,]+  memory [\d.]+ MiB  exposed [\d.]+ ms$", lines[1])
+    assert re.match(r"step 4/4  loss \d\.\d{4}  tokens/s [\d,]+  memory [\d.]+ [MG]iB  exposed [\d.]+ ms$", lines[1])
 
 
 def test_quiet_shows_a_line_now_and_then(monkeypatch):
