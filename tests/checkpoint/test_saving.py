@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -82,6 +83,25 @@ def test_of_two_processes_that_save_to_one_folder_one_succeeds(ranks, tmp_path):
         assert sorted(who) == [False, True]
         checkpoint.verify(tmp_path / str(number))
         assert_holds(tmp_path / str(number), build(seed=who.index(True))[0])
+
+
+def test_a_marker_that_was_replaced_before_it_was_locked(tmp_path):
+    """Another save found it, took it for what an interrupted one had left, and made its own."""
+    folder, flock = tmp_path / "one", fcntl.flock
+
+    def late(descriptor, operation):
+        marker = folder / MARKER
+        marker.unlink()
+        marker.touch()
+        flock(descriptor, operation)
+
+    model, optimizer = build(0)
+    with (
+        mock.patch("offstage.checkpoint.claim.fcntl.flock", late),
+        pytest.raises(CheckpointError, match="Another process is saving"),
+    ):
+        checkpoint.save(folder, model, optimizer)
+    assert os.listdir(folder) == [MARKER]
 
 
 def save_in_between(folder, asynchronous):

@@ -53,11 +53,7 @@ class FolderClaim:
     def check(self) -> None:
         """Raise if another save has taken the folder over: only where the file system has no locks."""
         assert self._descriptor is not None
-        try:
-            same = os.path.samestat(os.fstat(self._descriptor), os.stat(self._marker, follow_symlinks=False))
-        except FileNotFoundError:
-            same = False
-        if not same:
+        if not _is_at(self._descriptor, self._marker):
             raise _taken(self._folder)
 
     def _prepare(self, held: contextlib.ExitStack) -> None:
@@ -93,11 +89,21 @@ def _lock(folder: Path, flags: int, *, warn: bool = False) -> Iterator[int]:
                     folder,
                     error.strerror,
                 )
+        if not _is_at(descriptor, folder / MARKER):  # another save took it for a left one before it was locked
+            raise _taken(folder)
         yield descriptor
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile shares the descriptor
     finally:
         os.close(descriptor)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _taken(folder: Path) -> CheckpointError:
