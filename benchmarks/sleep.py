@@ -78,8 +78,8 @@ PUBLISHED: Row = {
 
 
 SIZES = {
-    "full": Size(layers=26, width=2560, hidden=6912, tokens=2048, cycles=20, few_cycles=3, copy_bytes=2**30),
-    "small": Size(layers=2, width=768, hidden=1536, tokens=16, cycles=3, few_cycles=2, copy_bytes=2**25),
+    "full": Size(layers=26, width=2560, hidden=6912, heads=20, tokens=2048, cycles=20, few_cycles=3, copy_bytes=2**30),
+    "small": Size(layers=2, width=768, hidden=1536, heads=2, tokens=16, cycles=3, few_cycles=2, copy_bytes=2**25),
 }
 NEEDS = {"cycles": ("link",), "torch": ("link",), "to": ("link",)}
 CASES = harness.cases_of(("link", "cycles", "torch", "to", "frozen", "need", "memory_saver"), needs=NEEDS)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import offstage
 from benchmarks.common import DEVICE, synchronize
-from benchmarks.workload import adamw, in_bf16, initialise
+from benchmarks.workload import Block, adamw, in_bf16, initialise
 from offstage.phases.parking import lot_for
 from offstage.phases.report import DeviceReport, Wake
 
@@ -28,6 +28,7 @@ class Size:
     layers: int
     width: int
     hidden: int
+    heads: int
     tokens: int
     cycles: int
     few_cycles: int
@@ -35,20 +36,11 @@ class Size:
     """Of the second measurement of the link."""
 
 
-class Layer(nn.Module):
-    """The products of a transformer's block. Nothing is between tokens: the same bits in every run."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(size.width)
-        self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
-        self.out = nn.Linear(size.width, size.width, bias=False)
-        self.mlp_norm = nn.RMSNorm(size.width)
-        self.gate_up = nn.Linear(size.width, 2 * size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
+class Layer(Block):
+    """A block without attention: nothing is between tokens, so that the bits are the same in every run."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        q, k, v = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
         x = x + self.out(torch.tanh(q) * torch.sigmoid(k) * v)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
