@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from offstage.optimizer.runtime import Runtime
 from offstage.phases.away import send_away
-from offstage.phases.parking import ParkedStorage, Stage, Wrapper
+from offstage.phases.parking import ParkedStorage, Stage, Wrapper, asleep_error
 from offstage.tensors import local_of, readable
 
 KINDS = ("slots", "gradients", "state", "buffers", "weights")
@@ -67,17 +67,14 @@ class Sleeper(ABC):
     main_kind: str
     """Without this the object cannot be used: it is asleep."""
 
-    def __init__(self) -> None:
+    def __init__(self, title: str) -> None:
+        """`title`: how messages name the object."""
+        self.title = title
         self.is_asleep = False
         self.is_public = False
         """Other processes shall be able to read its values while it sleeps."""
         self.parked: dict[ParkedStorage, list[KeptItem]] = {}
         self._handles: list[RemovableHandle] = []
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """How messages name the object."""
 
     @abstractmethod
     def items(self) -> Iterator[Item]:
@@ -154,6 +151,12 @@ class Sleeper(ABC):
     @property
     def _is_coming(self) -> bool:
         return any(one.stage is Stage.COMING for one in self.parked)
+
+    def use(self, how: str) -> None:
+        """The object is about to be used: raise if it is asleep, and wait for what is on its way."""
+        if self.is_asleep:
+            raise asleep_error(self.title, how)
+        self.settle()
 
     def settle(self) -> None:
         """The caller's stream waits for all that is on its way. If nothing is away then, no hooks are left."""

@@ -35,18 +35,13 @@ class ModuleSleeper(Sleeper):
     main_kind = "weights"
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__(type(model).__name__)
         self._model = weakref.ref(model)
-        self._title = type(model).__name__
         self._order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         """Modules, in the order in which the last forward after a wake came to them."""
         self._order_now: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._used_by: weakref.WeakKeyDictionary[nn.Module, list[ParkedStorage]] = weakref.WeakKeyDictionary()
         """What each module's forward uses, of what is away."""
-
-    @property
-    def title(self) -> str:
-        return self._title
 
     def arranged(self) -> list[ParkedStorage]:
         last = len(self._order)
@@ -132,7 +127,7 @@ class ModuleSleeper(Sleeper):
         is_root = module is self._model()
         away = self.is_asleep if is_root else any(one.stage is Stage.AWAY for one in self._used_by[module])
         if away:
-            raise asleep_error(self._title if is_root else f"{self._title}'s {type(module).__name__}", "forward()")
+            raise asleep_error(self.title if is_root else f"{self.title}'s {type(module).__name__}", "forward()")
         self._order_now.setdefault(module, len(self._order_now))
         for one in self._used_by[module]:
             one.use("forward()")
@@ -142,8 +137,7 @@ class ModuleSleeper(Sleeper):
             self.settle()
 
     def _before_load(self, *_: Any) -> None:
-        if self.is_asleep:
-            raise asleep_error(self._title, "load_state_dict()")
+        self.use("load_state_dict()")
 
     def _forget_dropped(self) -> None:
         """Gradients that were zeroed while they came: their memory goes back."""
@@ -200,13 +194,8 @@ class TorchOptimizerSleeper(Sleeper):
     main_kind = "state"
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
+        super().__init__(type(optimizer).__name__)
         self._optimizer = weakref.ref(optimizer)
-        self._title = type(optimizer).__name__
-
-    @property
-    def title(self) -> str:
-        return self._title
 
     def items(self) -> Iterator[Item]:
         optimizer = self._optimizer()
@@ -230,12 +219,6 @@ class TorchOptimizerSleeper(Sleeper):
     def _before_load(self, *_: Any) -> None:
         self.use("load_state_dict()")
 
-    def use(self, how: str) -> None:
-        """The optimizer is about to be used."""
-        if self.is_asleep:
-            raise asleep_error(self._title, how)
-        self.settle()
-
 
 class OffloadedSleeper(Sleeper):
     """An optimizer of offstage: resident state, slots, and the window. What is on the host already does not move."""
@@ -243,13 +226,8 @@ class OffloadedSleeper(Sleeper):
     main_kind = "state"
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
-        super().__init__()
+        super().__init__(f"OffloadedOptimizer[{type(runtime_of(optimizer).shell).__name__}]")
         self._runtime = weakref.ref(runtime_of(optimizer))
-        self._title = f"OffloadedOptimizer[{type(runtime_of(optimizer).shell).__name__}]"
-
-    @property
-    def title(self) -> str:
-        return self._title
 
     @property
     def runtime(self) -> Runtime:
@@ -270,12 +248,6 @@ class OffloadedSleeper(Sleeper):
 
     def _guard(self) -> None:
         self.runtime.rest = self
-
-    def use(self, how: str) -> None:
-        """The optimizer is about to be used."""
-        if self.is_asleep:
-            raise asleep_error(self._title, how)
-        self.settle()
 
     def _forget_hooks(self) -> None:
         self.runtime.rest = None
