@@ -614,6 +614,48 @@ def test_the_host_memory_ends_on_the_way(lanes):
     backward(model)
 
 
+def test_the_host_memory_ends_in_a_later_round():
+    """What has left in the first one comes back."""
+
+    class Short(ImmediateLanes):
+        def device_memory(self):
+            return 1000, 10**8, 10**9  # whatever leaves, it is not enough
+
+    with use_lanes(Short):
+        model, optimizer = make()
+        kept = [*model.parameters(), *(param.grad for param in model.parameters())]
+        expected = clones(kept)
+        check, calls = offstage.phases.parking.check_host_memory, []
+
+        def refuse(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == 3:
+                raise HostMemoryError("no room")
+            return check(*args, **kwargs)
+
+        with mock.patch("offstage.phases.parking.check_host_memory", refuse), raises("no room", HostMemoryError):
+            sleep(model, optimizer, need=1001)
+        assert not asleep(model)
+        assert {type(tensor) for tensor in kept} == {nn.Parameter, torch.Tensor}
+        assert all_same(kept, expected)
+
+
+def test_no_room_on_another_device(lanes):
+    """What has come on the first one goes again."""
+    model, optimizer = make()
+    expected = clones(model.parameters())
+    sleep(model, optimizer)
+    lot = lot_for(CPU)
+    away = [one for one in lot.parked.values() if one.stage.value == "away"]
+    lot.fetch(away)
+    lot.undo(away)
+    assert storage_bytes(model.parameters()) == 0
+    with raises("asleep"):
+        model(torch.ones(1, 64))
+    wake(model, optimizer)
+    assert all_same(model.parameters(), expected)
+
+
 @pytest.mark.parametrize("at", [1, 4])
 def test_interrupted(at, lanes):
     """Ctrl-C in the middle of the copies: awake as before, asleep as before."""

@@ -63,8 +63,8 @@ class ParkedStorage(Away):
         self.stage = Stage.HERE
         self.storage: torch.UntypedStorage | None = None
         """While it is not here: it has no memory, and keeping it alive costs none."""
-        self.alive = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self._address = storage._cdata
+        self._keeps_address = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         self.range: Range | None = None
         """Its host memory, in every cycle the same: what was handed out while it slept stays a view of it."""
         self.is_public = False
@@ -359,15 +359,19 @@ class Lot:
                         self._allocate(segment_of[one])
                 self._bring(batch)
         except BaseException:
-            self.lanes.synchronize("wake: the copies so far are made")
-            for one in begun:
-                assert one.storage is not None
-                if one.storage.nbytes():
-                    self._touch_on_host(one)
-                one.free()
-                one.stage, one.coming = Stage.AWAY, None
-            self.lanes.return_memory()
+            self.undo(begun)
             raise
+
+    def undo(self, begun: Iterable[ParkedStorage]) -> None:
+        """There was no room for all: what has come, or is coming, is away again."""
+        self.lanes.synchronize("wake: the copies so far are made")
+        for one in begun:
+            assert one.storage is not None
+            if one.storage.nbytes():
+                self._touch_on_host(one)
+            one.free()
+            one.stage, one.coming = Stage.AWAY, None
+        self.lanes.return_memory()
 
     def _allocate(self, segment: Sequence[ParkedStorage]) -> None:
         if len(segment) > 1:

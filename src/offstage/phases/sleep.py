@@ -222,10 +222,12 @@ class _Falling:
             for one in moving:
                 one.leave()
                 self._left.append(one)
+                for sleeper, items in found[one].items():
+                    sleeper.keep(one, items)
 
     def _guard(self, found: Found) -> None:
         for one, owners in found.items():
-            for sleeper, items in owners.items() if one.stage is Stage.AWAY else ():  # also what slept before
+            for sleeper, items in owners.items() if one.stage is Stage.AWAY else ():  # what slept before, as another's
                 sleeper.keep(one, items)
         for sleeper in self._sleepers:
             gone = {item.kind for one in self._left for item in found[one].get(sleeper, ())}
@@ -324,10 +326,12 @@ def _wake(flags: dict[Sleeper, bool], storages: Iterable[ParkedStorage]) -> Wake
             start = lot.lanes.stamp(Lane.FETCH)
             try:
                 lot.fetch(ones)
-            except RuntimeError as error:
-                if isinstance(error, OffstageError):
-                    raise
-                raise _no_room(lot, ones) from error
+            except BaseException as error:
+                for other, *_ in comings:  # on other devices
+                    other.undo(coming[other])
+                if isinstance(error, RuntimeError) and not isinstance(error, OffstageError):
+                    raise _no_room(lot, ones) from error
+                raise
             comings.append((lot, sum(one.nbytes for one in ones), start, lot.lanes.stamp(Lane.FETCH)))
         for one in at_once:
             one.back()
