@@ -60,6 +60,7 @@ def test_public_names():
         "measure_machine",
         "offload",
         "offload_activations",
+        "optim",
         "sleep",
         "wake",
     }
@@ -74,7 +75,7 @@ def test_public_names_come_with_the_package():
     for name in set(offstage.__all__) - {"__version__"}:
         found = offstage.__getattr__(name)
         assert found is getattr(offstage, name)
-        assert found.__name__ == ("offstage.checkpoint" if name == "checkpoint" else name)
+        assert found.__name__ == (f"offstage.{name}" if name in ("checkpoint", "optim") else name)
     assert offstage.checkpoint.save.__module__ == "offstage.checkpoint.saving"
     assert set(offstage.__all__) <= set(dir(offstage))
     with pytest.raises(AttributeError, match="no attribute 'oflfoad'"):

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from offstage import checkpoint
+    from offstage import checkpoint, optim
     from offstage.activations.offload import offload_activations
     from offstage.config import ActivationConfig, OffloadConfig
     from offstage.errors import (
@@ -51,6 +51,7 @@ __all__ = [
     "measure_machine",
     "offload",
     "offload_activations",
+    "optim",
     "sleep",
     "wake",
 ]
@@ -76,7 +77,7 @@ _NAMES_OF = {
     "planning.sizes": ("World",),
 }
 _HOMES = {name: home for home, names in _NAMES_OF.items() for name in names}
-_ROOMS = {"checkpoint", *(home.split(".")[0] for home in _NAMES_OF)}
+_ROOMS = {"checkpoint", "integrations", "optim", *(home.split(".")[0] for home in _NAMES_OF)}
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for one that exists
 

@@ -61,6 +61,16 @@ def offload(
     their names in messages, and the hooks in forward that `overlap_forward` needs. `overrides` are these fields of
     `OffloadConfig`:
     """
+    return OffloadedOptimizer(optimizer, model, checked_config(optimizer, model, config, overrides))
+
+
+def checked_config(
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | None,
+    config: OffloadConfig | None,
+    overrides: Mapping[str, Any],
+) -> OffloadConfig:
+    """`config` with `overrides`, for an optimizer that can be taken over."""
     check_optimizer(optimizer, model)
     built = OffloadConfig.build(config, overrides)
     if built.window and built.window not in WINDOWS:
@@ -69,9 +79,9 @@ def offload(
             "the same device memory, is as fast and moves less. Use fraction, or window='all' where activations fill "
             "the device.",
             DeprecationWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return OffloadedOptimizer(optimizer, model, built)
+    return built
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`offstage.optim`: classes for engines that make the optimizer themselves."""
+
+import dataclasses
+import importlib
+import inspect
+import pydoc
+
+import pytest
+import torch
+
+import offstage
+from offstage import optim
+from tests.support.contract import SMALL, assert_same_weights, make_model, train
+
+CLASSES = [getattr(optim, name) for name in optim.__all__]
+SETTINGS = {field.name for field in dataclasses.fields(offstage.OffloadConfig)}
+of_each_class = pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+
+
+def params_of(cls, model):
+    """Muon takes matrices only."""
+    return [param for param in model.parameters() if cls is not optim.Muon or param.ndim == 2]
+
+
+def test_every_class_that_can_be_offloaded_is_there():
+    refused = {"LBFGS", "SparseAdam", "Optimizer"}
+    torchs = {name for name, found in vars(torch.optim).items() if inspect.isclass(found)}
+    assert set(optim.__all__) == torchs - refused
+
+
+@of_each_class
+def test_the_bits_of_offload(cls):
+    direct, made = make_model(), make_model()
+    options = {"momentum": 0.9} if cls is optim.SGD else {}  # which keeps no state without
+    plain = getattr(torch.optim, cls.__name__)(params_of(cls, direct), lr=0.01, **options)
+    offloaded = offstage.offload(plain, direct, **SMALL)
+    ready = cls(params_of(cls, made), 0.01, **options, **SMALL)
+    assert isinstance(ready, offstage.OffloadedOptimizer)
+    assert ready.plan.placements == offloaded.plan.placements
+    train(direct, offloaded, 3)
+    train(made, ready, 3)
+    assert_same_weights(made, direct)
+    assert ready.receipt().bytes_fetched == offloaded.receipt().bytes_fetched
+
+
+@of_each_class
+def test_options_and_settings_have_different_names(cls):
+    options = set(inspect.signature(cls.torch_class).parameters)
+    assert not options & (SETTINGS | {"model", "config"})
+    assert set(inspect.signature(cls).parameters) == options | SETTINGS | {"model", "config"}
+    assert "fraction: float | None = None" in pydoc.render_doc(cls)
+
+
+def test_settings_come_as_config_files_have_them():
+    """By the path of the class, with numbers and strings only."""
+    module, _, name = "offstage.optim.AdamW".rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    model = make_model()
+    optimizer = cls(model.parameters(), lr=1e-3, betas=[0.9, 0.95], fraction=0.5, min_bytes="1KiB")
+    assert optimizer.config.fraction == 0.5
+    assert optimizer.param_groups[0]["betas"] == [0.9, 0.95]
+
+
+def test_a_config_and_keywords():
+    config = offstage.OffloadConfig(fraction=0.5, min_bytes=0)
+    optimizer = optim.AdamW(make_model().parameters(), config=config, slots=2)
+    assert (optimizer.config.fraction, optimizer.config.slots) == (0.5, 2)
+
+
+@pytest.mark.parametrize("name", ["fractoin", "beta"])
+def test_an_unknown_name_is_refused(name):
+    with pytest.raises(offstage.ConfigError, match=name):
+        optim.AdamW(make_model().parameters(), **{name: 0.5})
+
+
+def test_groups_with_options_of_their_own():
+    model = make_model()
+    first, second = model[0], model[2]
+    optimizer = optim.SGD(
+        [{"params": first.parameters(), "lr": 0.1}, {"params": second.parameters()}], 0.2, 0.9, **SMALL
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
