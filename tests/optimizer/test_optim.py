@@ -59,7 +59,7 @@ def test_settings_come_as_config_files_have_them():
     model = make_model()
     optimizer = cls(model.parameters(), lr=1e-3, betas=[0.9, 0.95], fraction=0.5, min_bytes="1KiB")
     assert optimizer.config.fraction == 0.5
-    assert optimizer.param_groups[0]["betas"] == [0.9, 0.95]
+    assert tuple(optimizer.param_groups[0]["betas"]) == (0.9, 0.95)
 
 
 def test_a_config_and_keywords():
