@@ -18,6 +18,7 @@ from torch import nn
 
 from offstage import ConfigError, OffloadedOptimizer, OffstageError
 from offstage.integrations.packages import require
+from offstage.optimizer.receipt import Receipt
 
 _WHY = "offstage.integrations.lightning"
 require("lightning.pytorch", package="lightning", at_least="2.5", below="2.7", why=_WHY)
@@ -57,6 +58,8 @@ class OffloadCallback(Callback):
         self._routed = contextlib.ExitStack()
         """Lightning's clipping goes to the optimizer until this is closed."""
         self._readers: list[str] = []
+        self.receipts: list[Receipt] = []
+        """Of the optimizers, in their order, once training has ended."""
 
     # The beginning
 
@@ -173,8 +176,9 @@ class OffloadCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._synchronize(trainer)
-        for optimizer in _offloaded(trainer.optimizers):
-            logger.info("%s", optimizer.receipt())
+        self.receipts = [optimizer.receipt() for optimizer in _offloaded(trainer.optimizers)]
+        for receipt in self.receipts:
+            logger.info("%s", receipt)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Take back what backward has updated, where that is possible; what is lost must not stop the teardown."""
