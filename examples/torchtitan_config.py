@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
@@ -78,6 +79,7 @@ def train(folder: str, settings: dict[str, Any], until: int = STEPS) -> tuple[nn
 
 def main() -> int:
     torch.backends.mkldnn.enabled = False  # as in examples/gpt.py
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun's part
     with tempfile.TemporaryDirectory() as folder:
         resident, _ = train(f"{folder}/resident", {"fraction": 0.0})
         train(f"{folder}/ours", {"fraction": 0.5, "min_bytes": 0, "chunk_bytes": "64KiB"}, until=8)  # and is killed
@@ -87,6 +89,7 @@ def main() -> int:
     pairs = zip(resumed.parameters(), resident.parameters(), strict=True)
     different = sum(int((a.detach().view(torch.int32) != b.detach().view(torch.int32)).sum()) for a, b in pairs)
     print(f"weights that differ from those of the resident run: {different}")
+    dist.destroy_process_group()
     return 1 if different else 0
 
 
