@@ -257,6 +257,37 @@ def test_weight_averaging(make):
     assert trainer.callback_metrics["loss"] == reference.callback_metrics["loss"]
 
 
+HOOKS = ["on_validation_start", "on_train_epoch_end", "on_save_checkpoint", "on_train_end"]
+
+
+def reader_at(hook, seen):
+    """A callback that reads weights in one hook only."""
+
+    def read(self, trainer, pl_module, *_):
+        seen.append([param.detach().clone() for param in pl_module.parameters()])
+
+    return type("ReaderThere", (Callback,), {hook: read})()
+
+
+@pytest.mark.engine("Lightning", "overlap_forward", "lazy lanes")
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_outside_batches(hook, tmp_path):
+    seen = {"off": [], "ours": []}
+    for name, make in (("off", ours()), ("ours", ours(**FORWARD))):
+        callbacks = [reader_at(hook, seen[name]), OffloadCallback()]
+        if hook == "on_save_checkpoint":  # in the middle of an epoch
+            callbacks.append(ModelCheckpoint(tmp_path / name, every_n_train_steps=4))
+        fit(
+            make,
+            callbacks,
+            validate=hook == "on_validation_start",
+            lazy_seed=None if name == "off" else 0,
+            enable_checkpointing=hook == "on_save_checkpoint",
+        )
+    assert seen["off"]
+    assert_same_tree(seen["ours"], seen["off"])
+
+
 def test_weights_after_the_end():
     """`parameters()` after `fit()`, and what validation sees, without any reader in between."""
     (module, trainer), (expected, reference) = averages(OffloadCallback)
@@ -328,9 +359,34 @@ def test_updates_are_taken_back_where_that_is_possible(tmp_path):
     assert_same_tree(dict(saved), dict(reference.state_dict()))
 
 
-def test_clipping_is_lightnings_again_afterwards():
-    _, trainer = fit(ours(**SMALL), [OffloadCallback()], max_epochs=1)
+@pytest.mark.parametrize("fails_at", [None, 3])
+def test_all_is_lightnings_again_afterwards(fails_at):
+    _, trainer = fit(ours(**SMALL), [OffloadCallback()], max_epochs=1, fails_at=fails_at)
     assert "clip_grad_by_norm" not in vars(trainer.precision_plugin)
+
+
+class FailsInAMicroBatch(FailsInBackward):
+    def on_before_backward(self, loss):
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx == 7:
+            self.network[0].weight.register_hook(self._fail)
+
+
+def test_nothing_accumulates_after_an_exception():
+    """The next backward's gradients are final again: the loop may go on without Lightning."""
+    made = []
+
+    def make(model):
+        made.append(ours(**BOTH)(model))
+        return made[0]
+
+    with pytest.raises(Stopped, match="in backward"):
+        fit(make, [OffloadCallback()], kind=FailsInAMicroBatch, accumulate_grad_batches=4)
+    (optimizer,) = made
+    module = runtime_of(optimizer).model
+    module.network[0].weight._backward_hooks.clear()
+    module.network(torch.ones(2, 48)).sum().backward()
+    assert runtime_of(optimizer).iteration.early
+    optimizer.step()
 
 
 # Manual optimization
@@ -372,6 +428,48 @@ def test_manual_optimization(lazy_seed):
         assert receipt.speculation_hits > 2
         assert receipt.speculation_misses > 0
         assert receipt.host_state_bytes > 0
+
+
+# Beside other parts of offstage
+
+
+class Rests(Callback):
+    """After each epoch the whole job is off the device for a while."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        (optimizer,) = trainer.optimizers
+        offstage.sleep(pl_module, optimizer)
+        assert offstage.asleep(pl_module, optimizer)
+        offstage.wake(pl_module, optimizer)
+
+
+@pytest.mark.engine("Lightning", "sleep and wake")
+def test_sleeping_between_epochs():
+    reference, _ = fit(ours(), gradient_clip_val=MAX_NORM)
+    module, trainer = fit(ours(**BOTH), [OffloadCallback(), Rests()], gradient_clip_val=MAX_NORM)
+    assert_same_weights(module, reference)
+    assert receipt_of(trainer).speculation_hits > 0
+
+
+class WithActivations(Module):
+    def on_fit_start(self):
+        self.handle = offstage.offload_activations(self.network, min_bytes=0, keep_last=0)
+
+
+@pytest.mark.engine("Lightning", "activation offload")
+def test_activations():
+    reference, _ = fit(ours(), gradient_clip_val=MAX_NORM)
+    module, _ = fit(ours(**BOTH), [OffloadCallback()], kind=WithActivations, gradient_clip_val=MAX_NORM)
+    assert_same_weights(module, reference)
+    assert module.handle.receipt().bytes_offloaded > 0
+
+
+@pytest.mark.parametrize("plan", ["all", "forward, backward"])
+def test_weights_on_the_host(plan):
+    reference, _ = fit(ours(), gradient_clip_val=MAX_NORM)
+    module, trainer = fit(ours(**PLANS[plan], weights="host"), [OffloadCallback()], gradient_clip_val=MAX_NORM)
+    assert_same_weights(module, reference)
+    assert receipt_of(trainer).host_weight_bytes > 0
 
 
 # Refusals

@@ -43,8 +43,8 @@ class OffloadCallback(Callback):
     - Backwards that `accumulate_grad_batches` does not let end in a step run under `optimizer.accumulate()`.
     - `gradient_clip_val`, and `self.clip_gradients()` by norm, clip with `optimizer.clip_grad_norm_`: the bits of
       Lightning's own clipping, in every mode. If the norm is not finite, the step changes nothing.
-    - Weights are new before other callbacks and the module's own hooks can read them: at the beginning and end of
-      epochs, validation and training, and at those of every batch if something is there that may read them.
+    - Weights are new before other callbacks and the module's own hooks can read them: before validation, when an epoch
+      or training ends, and after every batch if something is there that may read them. (A checkpoint waits by itself.)
     - An exception between backward and `step()` is not covered by another one in Lightning's teardown.
 
     `log_norm`: log the norm of the gradients under this name, before clipping; it needs `gradient_clip_val`, which may
@@ -135,7 +135,6 @@ class OffloadCallback(Callback):
     # Gradients
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
-        self._micro_batch.close()
         if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():
             for optimizer in _offloaded(trainer.optimizers):
                 self._micro_batch.enter_context(optimizer.accumulate())
@@ -150,18 +149,11 @@ class OffloadCallback(Callback):
             if optimizer.config.overlap_forward:
                 optimizer.synchronize()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._readers:
-            self._synchronize(trainer)
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._readers:
             self._synchronize(trainer)
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._synchronize(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._synchronize(trainer)
@@ -169,13 +161,10 @@ class OffloadCallback(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._synchronize(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._synchronize(trainer)
-
     # The end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._synchronize(trainer)
+        """The receipts wait for all weights."""
         self.receipts = [optimizer.receipt() for optimizer in _offloaded(trainer.optimizers)]
         for receipt in self.receipts:
             logger.info("%s", receipt)
