@@ -90,20 +90,20 @@ def assert_left(answers):
         assert all(receipt.total_bytes_stored > 0 for receipt in receipts)
 
 
-RUNS = [
-    pytest.param("train", marks=pytest.mark.engine("Lightning", "DDP", "FSDP2", "same bits")),
-    pytest.param("loop", marks=pytest.mark.engine("Fabric", "DDP", "FSDP2", "same bits")),
-]
+def in_both(*features):
+    """The same test in the Trainer and in a loop with Fabric."""
+    marks = {"train": pytest.mark.engine("Lightning", *features), "loop": pytest.mark.engine("Fabric", *features)}
+    return pytest.mark.parametrize("run", [pytest.param(name, marks=mark) for name, mark in marks.items()])
 
 
-@pytest.mark.parametrize("run", RUNS)
+@in_both("DDP", "accumulation", "clipping", "overlap_forward")
 def test_ddp(ranks, run):
     run = {"train": train, "loop": loop}[run]
     assert_left(ranks.run(2, compare, run, "DDP", [{"fraction": 0.0}], [SMALL, HALF, FORWARD]))
     assert_left(ranks.run(2, compare, run, "DDP", [None], [{**SMALL, "rule": "torch"}]))
 
 
-@pytest.mark.parametrize("run", RUNS)
+@in_both("FSDP2", "accumulation", "update in backward, clipped")
 def test_fsdp2(ranks, run):
     run = {"train": train, "loop": loop}[run]
     answers = ranks.run(2, compare, run, "FSDP2", [{"fraction": 0.0}], [SMALL, HALF, EARLY])

@@ -35,6 +35,9 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 """Plans between which no bit may differ, nor from `fraction=0`."""
 
+LAZY = range(3)
+"""Seeds: of lanes that run nothing before it is forced, and of two that run some of it early."""
+
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
