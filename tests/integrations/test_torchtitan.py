@@ -31,6 +31,7 @@ from torchtitan.config import Configurable
 from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
 from torchtitan.distributed.utils import clip_grad_norm_
 
+import offstage
 from offstage.errors import ConfigError
 from offstage.integrations import packages
 from offstage.integrations.torchtitan import OffloadedOptimizersContainer, offload
@@ -190,6 +191,15 @@ def test_two_model_parts():
     job.assert_left()
 
 
+@pytest.mark.engine("torchtitan", "sleep and wake")
+def test_sleeping_between_steps():
+    job = Job(SMALL).train(5)
+    offstage.sleep(job.model, *job.optimizers)
+    assert offstage.asleep(job.model, *job.optimizers)
+    offstage.wake(job.model, *job.optimizers)
+    assert_same_tree(job.train().weights(), Job(OFF).train().weights())
+
+
 # The config
 
 
@@ -308,8 +318,10 @@ def test_plain_16_bit_checkpoint(process_group, tmp_path):
     ]
     assert_same_tree(jobs[0].values(), jobs[1].values())
     assert jobs[1].state.step == 7
-    masters = {name for name in jobs[1].values() if name.endswith("master_weight")}
-    assert len(masters) == 8
+    loaded = Job({**SMALL, "plain_checkpoint": True}, folder=tmp_path, dtype=torch.bfloat16).train(4)
+    state = loaded.values()
+    for name, weight in loaded.model.named_parameters():
+        assert_same_tree(state[f"state.{name}.master_weight"], weight.detach().float())
 
 
 def test_plain_checkpoint_that_does_not_come(process_group, tmp_path):
