@@ -5,14 +5,19 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN = $(VENV)/bin/python
 STAMP = $(VENV)/.installed
+INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# The tests need none of what these would bring along; megatron-core runs on Python 3.11, though its wheel is for 3.12.
+ENGINES = --no-deps --only-binary=:all: --python-version 3.12 --ignore-requires-python --upgrade \
+	--target $$($(RUN) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') megatron-core spmd_types torchtitan
 
 .PHONY: demo test test-gpu bench lint clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0 setuptools
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(INSTALL) torch==2.13.0 setuptools
+	$(INSTALL) --no-build-isolation -e '.[dev]'
+	$(INSTALL) $(ENGINES)
 	touch $@
 
 demo: $(STAMP)
