@@ -52,6 +52,8 @@ class _Offloaded(MegatronOptimizer):  # type: ignore[misc]
         if self.fetching is not None:
             self.fetching.stepped()
         done: bool = super().step_with_ready_grads()
+        for param in self.get_parameters():
+            param.grad = None  # part of DDP's buffer, which sleep() of the model would take for the model's own
         return done
 
     def _copy_main_params_to_model_params(self) -> None:
@@ -66,7 +68,7 @@ class _Offloaded(MegatronOptimizer):  # type: ignore[misc]
             offstage.wake(self.optimizer)
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As Megatron's, with tensors of their own: it saves in forked processes, in which state is not mapped."""
+        """As Megatron's, with tensors of their own: it may write later, and in a forked process without our arenas."""
         result = super().sharded_state_dict(*args, **kwargs)
         for one in nested_values(result):
             if isinstance(one, (ShardedTensor, ShardedTensorFactory)) and one.data is not None:
