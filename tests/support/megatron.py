@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import queue
 import sys
 import types
 import warnings
@@ -163,6 +164,7 @@ def _set_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = Fal
 
 def _patches() -> list[tuple[Any, str, Any]]:
     """Where megatron-core insists on CUDA, and what stands there on CPUs. With `_CpuForCuda` this is everything."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as writing
     import megatron.core.tensor_parallel.random as random
 
     def on_one_device(*_: Any, **__: Any) -> Any:
@@ -192,6 +194,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (torch.cuda.random, "get_rng_state", lambda device="cuda": torch.get_rng_state()),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (random, "_set_cuda_rng_state", _set_rng_state),
+        # a save hands its results on through a process of its own, which ranks may not start: here it writes in threads
+        (writing, "get_write_results_queue", lambda mp_mode="spawn": queue.SimpleQueue()),
     ]
 
 
