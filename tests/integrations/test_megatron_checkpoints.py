@@ -317,6 +317,31 @@ def test_fused_adams_format_is_kept(kind: str, tmp_path: Path, monkeypatch: pyte
     assert_same_tree(megatron.weights(other.chunks), megatron.weights(source.chunks))
 
 
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "distributed"])
+def test_a_checkpoint_that_fused_adam_has_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups have none of the options that only torch's class has."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)  # Megatron then leaves `step` in the groups
+    source, target = fused(kind), fused(kind)
+    for run in (source, target):
+        offload(run.optimizer, model=run.chunks, **TORCH)
+    source.train(3)
+    saved = source.optimizer.state_dict()
+    inner = saved if kind == "fp32" else saved["optimizer"]
+    only_torch = {*torch.optim.AdamW([torch.zeros(1)]).defaults} - {"lr", "betas", "eps", "weight_decay"}
+    for group in inner["param_groups"]:
+        for name in only_torch:
+            del group[name]
+    target.chunks[0].load_state_dict(source.chunks[0].state_dict())
+    target.optimizer.load_state_dict(saved)
+    if kind == "distributed":
+        shards = source.optimizer.chained_optimizers[0].get_parameter_state_dp_zero()
+        target.optimizer.chained_optimizers[0].load_parameter_state_from_dp_zero(shards)
+    target.scheduler.load_state_dict(source.scheduler.state_dict())
+    assert_same_future(source, target, range(3, 5))
+
+
 def test_state_dicts_are_tensors_and_numbers() -> None:
     run = make("bf16", TORCH)
     run.train(1)
