@@ -213,7 +213,6 @@ def test_state_flags_that_would_do_nothing(fields, message):
         ({"optimizer_cpu_offload": 1}, "True or False; found 1"),
         ({"fp8_param_gather": True}, "fp8_param_gather=True: .*fp32, bf16 or fp16"),
         ({"optimizer_cuda_graph": True}, "optimizer_cuda_graph=True: a captured step"),
-        ({"async_save": True}, "async_save=True: .*background writer"),
         ({"use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}, "main_params_dtype='fp16'"),
         ({"use_precision_aware_optimizer": True, "exp_avg_dtype": "fp8"}, "exp_avg_dtype='fp8'.*fp32 or bf16"),
         (
@@ -231,9 +230,10 @@ def test_state_flags_that_cannot_be_used(fields, message):
         config_from_megatron(arguments(**{"optimizer_cpu_offload": True, **fields}))
 
 
-def test_beside_state_that_is_not_saved_a_background_writer_is_allowed():
-    fields = {"optimizer_cpu_offload": True, "async_save": True, "no_save_optim": True}
-    assert config_from_megatron(arguments(**fields)).state is not None
+def test_a_background_writer_which_megatron_refuses_beside_state_in_chunks():
+    flags = config_from_megatron(arguments(chunked_optimizer_state_offload=True, async_save=True))
+    assert flags.state == OffloadConfig()
+    assert "async_save=True: works" in str(flags)
 
 
 # Activations
@@ -349,13 +349,13 @@ def test_a_container_as_megatron_bridge_has_it():
     container = types.SimpleNamespace(
         optimizer=optimizer(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
         model=transformer(cpu_offloading=True, cpu_offloading_num_layers=2),
-        checkpoint=types.SimpleNamespace(async_save=False),
+        ddp=types.SimpleNamespace(fp8_param_gather=False),
     )
     flags = config_from_megatron(container)
     assert flags.state == OffloadConfig(update_on="host", fraction=0.5)
     assert flags.activations == ActivationConfig(layers=2)
-    container.checkpoint.async_save = True
-    with pytest.raises(ConfigError, match="async_save=True"):
+    container.ddp.fp8_param_gather = True
+    with pytest.raises(ConfigError, match="fp8_param_gather=True"):
         config_from_megatron(container)
 
 
@@ -401,10 +401,16 @@ def test_switched_off_megatron_builds_the_plain_optimizer(process_group):
 
 def test_switched_off_arguments_ask_for_nothing():
     every = {"optimizer_cpu_offload": True, "offload_optimizer_states": True, "optimizer_offload_fraction": 0.5}
-    every |= {"rl_offload_optimizer_during_inference": True, "cpu_offloading_num_layers": 2, "exp_avg_dtype": "bf16"}
+    every |= {"cpu_offloading_num_layers": 2, "exp_avg_dtype": "bf16"}
     args = arguments(**every)
     switch_off(args)
     assert config_from_megatron(args).became == ()
     assert args.exp_avg_dtype == "fp32"
     assert args.offload_modules == []
     assert not hasattr(args, "cpu_offloading")
+
+
+def test_what_its_rl_loop_calls_stays_on():
+    args = arguments(rl_offload_optimizer_during_inference=True)
+    switch_off(args)
+    assert config_from_megatron(args).sleeps == ("optimizer",)

@@ -27,7 +27,7 @@ from offstage.modules import running_backward
 from offstage.phases.parking import Lot, ParkedStorage, Stage, lot_for
 from offstage.phases.report import DeviceReport, Sleep, Wake
 from offstage.phases.sleeper import KINDS, Item, Sleeper, memories_of
-from offstage.phases.sleepers import ModuleSleeper, sleeper_for, sleeper_of
+from offstage.phases.sleepers import ModuleSleeper, parts_of, sleeper_for, sleeper_of
 
 logger = logging.getLogger("offstage")
 
@@ -78,7 +78,7 @@ def asleep(*objects: Any) -> bool:
     """Whether all of `objects` are asleep."""
     if not objects:
         raise ConfigError("asleep() expects modules and optimizers; found none. Use asleep(model, optimizer).")
-    sleepers = [sleeper_of(one) for one in objects]
+    sleepers = [sleeper_of(part) for one in objects for part in parts_of(one)]
     return all(sleeper is not None and sleeper.is_asleep for sleeper in sleepers)
 
 
@@ -93,14 +93,15 @@ def _sleepers_for(what: str, objects: Sequence[Any]) -> list[Sleeper]:
     """One for each, modules first: forward needs what they have first."""
     if not objects:
         raise ConfigError(f"{what}() expects modules and optimizers; found none. Use {what}(model, optimizer).")
+    parts = [part for one in objects for part in parts_of(one)]
     if what == "wake":
-        for one in objects:
+        for one in parts:
             if sleeper_of(one) is None:
                 raise OffstageError(
                     f"wake() was called for a {type(one).__name__} that has never slept; expected one that was given "
                     "to sleep(). Is it another object than then, a copy or a wrapper?"
                 )
-    sleepers = dict.fromkeys(sleeper_for(one) for one in objects)
+    sleepers = dict.fromkeys(sleeper_for(one) for one in parts)
     return sorted(sleepers, key=lambda one: not isinstance(one, ModuleSleeper))
 
 

@@ -284,6 +284,12 @@ def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 _sleepers: weakref.WeakKeyDictionary[Any, Sleeper] = weakref.WeakKeyDictionary()
 
 
+def parts_of(target: Any) -> list[Any]:
+    """What sleeps where `target` is given: another engine's optimizer names those inside by `__offstage_sleeps__`."""
+    inside = getattr(target, "__offstage_sleeps__", None)
+    return [target] if inside is None else list(inside())
+
+
 def sleeper_of(target: Any) -> Sleeper | None:
     """What `sleep()` has made for `target`, if it has been given it; raises for what can never sleep."""
     target = _unwrapped(target)

@@ -17,8 +17,8 @@ from torch import nn
 import offstage
 from offstage import ActivationConfig, ConfigError, OffloadIneffectiveError
 from offstage.integrations.megatron.flags import refuse_beside_activations
+from offstage.integrations.megatron.package import megatron_core
 from offstage.integrations.megatron.reading import Flags
-from offstage.integrations.packages import require
 
 if TYPE_CHECKING:
     from offstage.activations.offload import ActivationOffload
@@ -89,7 +89,9 @@ def offload_activations(
     to other stages. `modules`: names that `offload_modules` of Megatron takes, for parts of layers. Other settings, and
     what they do, are those of `offstage.offload_activations`. Gradients are the same, bit for bit.
     """
-    block = _transformer_block()
+    block = megatron_core(
+        "megatron.core.transformer.transformer_block", why="offstage.integrations.megatron.offload_activations()"
+    ).TransformerBlock
     chosen = ActivationConfig.build(config, overrides)
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     _check(chosen, modules, chunks)
@@ -106,14 +108,6 @@ def offload_activations(
         ActivationOffloads(handles).remove()
         raise
     return ActivationOffloads(handles)
-
-
-def _transformer_block() -> Any:
-    why = "offstage.integrations.megatron.offload_activations()"
-    found = require(
-        "megatron.core.transformer.transformer_block", package="megatron-core", at_least="0.19", below="0.20", why=why
-    )
-    return found.TransformerBlock
 
 
 def _check(config: ActivationConfig, modules: Sequence[str], chunks: Sequence[Any]) -> None:

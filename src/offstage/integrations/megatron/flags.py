@@ -15,7 +15,6 @@ from offstage import ActivationConfig, ConfigError, OffloadConfig, OffloadIneffe
 from offstage.integrations.megatron.reading import (
     BESIDE,
     DEFAULT_ELEMENTS,
-    SWITCHES,
     Became,
     Flags,
     assign,
@@ -73,7 +72,7 @@ def config_from_megatron(*configs: Any) -> MegatronFlags:
     activations, modules = _activations(flags)
     sleeps: tuple[str, ...] = ()
     if flags.on("rl_offload_optimizer_during_inference"):
-        flags.became("rl_offload_optimizer_during_inference", "sleep() before inference, wake() after it")
+        flags.became("rl_offload_optimizer_during_inference", "sleep() before inference and wake() after it, by itself")
         sleeps = ("optimizer",)
     return MegatronFlags(state=state, activations=activations, modules=modules, sleeps=sleeps, became=tuple(flags.list))
 
@@ -81,12 +80,13 @@ def config_from_megatron(*configs: Any) -> MegatronFlags:
 def switch_off(*configs: Any) -> None:
     """Set Megatron's own offload flags in `configs` to off, so that it builds the plain optimizer and layers.
 
-    Read them with `config_from_megatron` first. Call this before Megatron builds anything from them.
+    Read them with `config_from_megatron` first. Call this before Megatron builds anything from them. What it calls in
+    its RL loop stays: an optimizer that was given to `offload()` sleeps there.
     """
     flags = Flags(configs)
     asks_for_state = _asks_for_state(flags)
     for source in flags.sources:
-        for switch in SWITCHES:
+        for switch in (*BESIDE, "offload_optimizer_states"):
             assign(source, switch, False)
             for flag, neutral in BESIDE.get(switch, {}).items():
                 assign(source, flag, type(neutral[0])(neutral[0]) if neutral else None)
@@ -136,13 +136,8 @@ def _refuse_beside_state(flags: Flags) -> None:
         (False,),
         "a captured step cannot move state between host and device; expected a step without a graph. Leave it out.",
     )
-    if not flags.on("no_save_optim") and flags.get("save_optim", True):
-        flags.refuse(
-            "async_save",
-            (False,),
-            "Megatron's background writer reads host tensors without copying them, and the next step would change "
-            "offloaded state while it is written. Leave it out, or do not save the optimizer.",
-        )
+    if flags.get("async_save"):
+        flags.became("async_save", "works: a save has copies of the state, which the next step does not change")
 
 
 def _streamed(flags: Flags, *, windowed: bool) -> dict[str, Any]:

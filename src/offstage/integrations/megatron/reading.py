@@ -12,7 +12,7 @@ from offstage import ConfigError, OffloadIneffectiveError
 DEFAULT_ELEMENTS = 1024 * 1024
 """Megatron's default of `min_offloaded_tensor_size`."""
 
-_PARTS = ("optimizer", "model", "ddp", "checkpoint")
+_PARTS = ("optimizer", "model", "ddp")
 """Fields of Megatron Bridge's container whose objects are read."""
 
 BESIDE: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -133,13 +133,12 @@ class Flags:
 
 
 def _sources(config: Any) -> Iterator[Any]:
-    """`config`, or the parts of a container that have flags."""
+    """`config`, and the parts of a container."""
     if config is None or isinstance(config, (str, bytes, int, float)):
         return
-    parts = [value_of(config, name) for name in _PARTS]
-    parts = [part for part in parts if any(_has(part, name) for name in _KNOWN | {"async_save"})]
     yield config
-    yield from parts
+    for name in _PARTS:
+        yield from _sources(value_of(config, name))
 
 
 def _has(source: Any, name: str) -> bool:
