@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +35,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16, "optimizer": {"initial_loss_scale": 2.0**10, "hysteresis": 1}},
     "distributed": {"dtype": torch.bfloat16, "model": DISTRIBUTED, "optimizer": {"loss_scale": 128.0}},
     "distributed fp32": {"dtype": torch.float32, "model": DISTRIBUTED, "optimizer": {"loss_scale": 128.0}},
+    "mixed": {"dtype": torch.bfloat16, "model": {"full": ["layernorm"]}, "optimizer": {"loss_scale": 128.0}},
+    "distributed mixed": {
+        "dtype": torch.bfloat16,
+        "model": {"full": ["layernorm"], "ddp": {"use_distributed_optimizer": True, "grad_reduce_in_fp32": False}},
+        "optimizer": {"loss_scale": 128.0},
+    },
     "sgd": {"dtype": torch.bfloat16, "optimizer": {"optimizer": "sgd", "loss_scale": 128.0}},
 }
 CLASSES = {
@@ -41,6 +49,8 @@ CLASSES = {
     "fp16": "Float16OptimizerWithFloat16Params",
     "distributed": "DistributedOptimizer",
     "distributed fp32": "DistributedOptimizer",
+    "mixed": "Float16OptimizerWithFloat16Params",
+    "distributed mixed": "DistributedOptimizer",
     "sgd": "Float16OptimizerWithFloat16Params",
 }
 PLANS: dict[str, dict[str, Any]] = {
@@ -72,7 +82,9 @@ class Run:
     def state(self) -> Any:
         """Everything that Megatron's own methods save of the optimizer."""
         only = self.optimizer.chained_optimizers[0]
-        shards = only.get_parameter_state_dp_zero() if hasattr(only, "get_parameter_state_dp_zero") else None
+        shards = None
+        if hasattr(only, "get_parameter_state_dp_zero") and len({p.dtype for p in self.chunks[0].parameters()}) == 1:
+            shards = only.get_parameter_state_dp_zero()  # in which Megatron mixes up parameters of two dtypes
         return {"state": self.optimizer.state_dict(), "shards": shards}
 
 
@@ -107,6 +119,7 @@ def plain(kind: str) -> tuple[Any, ...]:
     [
         *[(kind, plan) for kind in ("bf16", "distributed") for plan in PLANS],
         *[(kind, plan) for kind in ("fp32", "fp16", "distributed fp32", "sgd") for plan in ("off", "streamed")],
+        *[(kind, "half") for kind in ("mixed", "distributed mixed")],
     ],
 )
 def test_the_same_bits_as_plain_megatron(kind: str, plan: str) -> None:
@@ -171,9 +184,13 @@ def test_an_optimizer_that_has_trained_is_taken_over_with_its_state(kind: str) -
 
 @pytest.mark.parametrize("kind", ["bf16", "distributed"])
 def test_no_fp32_main_parameter_is_left_on_the_device(kind: str) -> None:
-    run = make(kind, TORCH)
-    run.train(1)
+    run = make(kind)
     only = run.optimizer.chained_optimizers[0]
+    mains = [weakref.ref(param) for param in only.get_parameters()]
+    offload(run.optimizer, model=run.chunks, **TORCH)
+    gc.collect()
+    assert [main() for main in mains] == [None] * len(mains)
+    run.train(1)
     assert {param.dtype for param in only.get_parameters()} == {torch.bfloat16}
     for chunk in run.chunks:
         for param in chunk.parameters():

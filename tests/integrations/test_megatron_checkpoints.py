@@ -114,6 +114,33 @@ def test_a_distributed_optimizer_into_ours(
     assert_same_future(source, target, range(3, 6))
 
 
+@pytest.mark.parametrize(("before", "after"), [(TORCH, None), (None, TORCH), (HALF, TORCH)])
+def test_fp32_parameters_among_16_bit_ones(
+    before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's sharded form refuses them."""
+    monkeypatch.chdir(tmp_path)
+    source, target = make("mixed", before), make("mixed", after)
+    source.train(3)
+    copied(source, target)
+    assert_same_future(source, target, range(3, 6))
+
+
+@pytest.mark.parametrize("form", ["its own file", *RESHARDABLE])
+def test_fp32_parameters_among_16_bit_ones_of_a_distributed_optimizer(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's own map of places is wrong there: plain copies into other parameters, or raises."""
+    monkeypatch.chdir(tmp_path)
+    source, target = make("distributed mixed", HALF), make("distributed mixed", TORCH)
+    source.train(3)
+    if form == "its own file":
+        copied(source, target)
+    else:
+        copied_sharded(source, target, tmp_path, form)
+    assert_same_future(source, target, range(3, 6))
+
+
 def test_plain_megatron_cannot_load_a_distributed_optimizer_without_transformer_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

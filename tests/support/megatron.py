@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import queue
 import sys
 import types
 import warnings
@@ -163,6 +164,7 @@ def _set_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = Fal
 
 def _patches() -> list[tuple[Any, str, Any]]:
     """Where megatron-core insists on CUDA, and what stands there on CPUs. With `_CpuForCuda` this is everything."""
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as writing
     import megatron.core.tensor_parallel.random as random
 
     def on_one_device(*_: Any, **__: Any) -> Any:
@@ -192,6 +194,8 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (torch.cuda.random, "get_rng_state", lambda device="cuda": torch.get_rng_state()),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (random, "_set_cuda_rng_state", _set_rng_state),
+        # a save hands its results on through a process of its own, which ranks may not start: here it writes in threads
+        (writing, "get_write_results_queue", lambda mp_mode="spawn": queue.SimpleQueue()),
     ]
 
 
@@ -229,10 +233,17 @@ def session(*, tp: int = 1, pp: int = 1, ep: int = 1, virtual: int | None = None
 # A model, its optimizer, its loop
 
 
-def make_model(dtype: torch.dtype = torch.float32, *, ddp: dict[str, Any] | None = None, **config: Any) -> list[Any]:
+def make_model(
+    dtype: torch.dtype = torch.float32,
+    *,
+    ddp: dict[str, Any] | None = None,
+    full: Sequence[str] = (),
+    **config: Any,
+) -> list[Any]:
     """A GPT of two layers in Megatron's DDP, in as many chunks as this rank has of the pipeline.
 
     `config`: fields of `TransformerConfig`; `ddp`: of `DistributedDataParallelConfig`. The seed is always the same.
+    `full`: what is in the names of parameters that stay in fp32.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -264,10 +275,11 @@ def make_model(dtype: torch.dtype = torch.float32, *, ddp: dict[str, Any] | None
         transformer = TransformerConfig(**{**fields, **config})
     transformer.finalize_model_grads_func = finalize_model_grads
     wrapping = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **(ddp or {})})
-    return [_wrapped(transformer, wrapping, n) for n in range(transformer.virtual_pipeline_model_parallel_size or 1)]
+    count = transformer.virtual_pipeline_model_parallel_size or 1
+    return [_wrapped(transformer, wrapping, full, number) for number in range(count)]
 
 
-def _wrapped(transformer: Any, wrapping: Any, number: int) -> Any:
+def _wrapped(transformer: Any, wrapping: Any, full: Sequence[str], number: int) -> Any:
     """Chunk `number` of this stage as Megatron's `get_model` leaves it."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
@@ -276,6 +288,9 @@ def _wrapped(transformer: Any, wrapping: Any, number: int) -> Any:
     chunk = _gpt(transformer, number)
     if transformer.params_dtype is not torch.float32:
         chunk = Float16Module(transformer, chunk)
+    for name, param in chunk.named_parameters():
+        if any(part in name for part in full):
+            param.data = param.data.float()
     return DistributedDataParallel(transformer, wrapping, chunk, disable_bucketing=number > 0)
 
 

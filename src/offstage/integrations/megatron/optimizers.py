@@ -148,6 +148,9 @@ class OffloadedFloat16(_Offloaded, Float16OptimizerWithFloat16Params):  # type: 
 class OffloadedDistributed(_Offloaded, DistributedOptimizer):  # type: ignore[misc]
     """Shards: those of 16-bit weights have their masters in the inner optimizer's state."""
 
+    view_of: dict[torch.Tensor, torch.Tensor]
+    """By parameter of the model, of which this rank has a part."""
+
     def state_dict(self) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         step = step_of(self.optimizer)
@@ -161,9 +164,15 @@ class OffloadedDistributed(_Offloaded, DistributedOptimizer):  # type: ignore[mi
         super().load_state_dict(state_dict)
 
     def _view(self, model_param: torch.Tensor) -> torch.Tensor:
-        group, order = self.model_param_group_index_map[model_param]
-        view: torch.Tensor = self.optimizer.param_groups[group]["params"][order]
-        return view
+        """Found by the groups of views: Megatron's own map of places is wrong where a group has 16-bit and fp32."""
+        if not self.view_of:
+            for models, views in (
+                (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+                (self.model_fp32_groups, self.shard_fp32_groups),
+            ):
+                for model_group, view_group in zip(models, views, strict=True):
+                    self.view_of.update(zip(model_group, view_group, strict=True))
+        return self.view_of[model_param]
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
         initialise(self.optimizer)

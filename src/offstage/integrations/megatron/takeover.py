@@ -90,6 +90,7 @@ def _commit(ready: _Ready, chunks: Sequence[torch.nn.Module]) -> None:
     views.install(optimizer, ready.views)
     optimizer.__class__ = OFFLOADED[type(optimizer)]
     optimizer.fetching = FetchUnderReduction(offloaded, chunks) if offloaded.config.window else None
+    optimizer.view_of = {}
     plain.state = {}
     plain.step = _refuse
     plain._offstage_consumed = True

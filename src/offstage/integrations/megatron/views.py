@@ -116,6 +116,8 @@ def install(optimizer: Any, views: Views) -> None:
     if isinstance(optimizer, DistributedOptimizer):
         optimizer.shard_float16_groups = optimizer.shard_fp32_from_float16_groups = views.low
         optimizer.shard_fp32_groups = views.full
+        for group_range, params in zip(optimizer.opt_group_ranges, views.params, strict=True):
+            group_range["orig_group"]["params"] = params  # another list of them, from when it was made
         model_params: Iterable[Any] = (param for buffer in optimizer.buffers for param in buffer.params)
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         optimizer.fp32_from_float16_groups = views.low
