@@ -175,8 +175,9 @@ class OffloadedDistributed(_Offloaded, DistributedOptimizer):  # type: ignore[mi
         return self.view_of[model_param]
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
-        initialise(self.optimizer)
         view = self._view(model_param)
+        if view not in self.optimizer.state:
+            initialise(self.optimizer)
         state = self.optimizer.state[view]
         main = state.get(MASTER, view)
         tensors = {"param": main, **{name: state[name] for name in self.optimizer_state_keys}}

@@ -70,17 +70,16 @@ def check_optimizer(optimizer: Any, known: Sequence[type]) -> None:
                 f"OptimizerConfig.{name}=True cannot be offloaded: {why}. Expected {name}=False: build the optimizer "
                 f"without it."
             )
-    ddp = getattr(optimizer, "ddp_config", None)
-    if getattr(ddp, "use_megatron_fsdp", False):
-        raise ConfigError(
-            "DistributedDataParallelConfig.use_megatron_fsdp=True cannot be offloaded: Megatron-FSDP keeps masters and "
-            "gradients in buffers of its own. Use DistributedDataParallel with use_distributed_optimizer=True."
-        )
 
 
 def check_models(chunks: Sequence[Any]) -> None:
-    """Raise if a model writes to masters between steps."""
+    """Raise if a model has masters of its own, or writes to them between steps."""
     for chunk in chunks:
+        if getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False):
+            raise ConfigError(
+                "DistributedDataParallelConfig.use_megatron_fsdp=True cannot be offloaded: Megatron-FSDP keeps masters "
+                "and gradients in buffers of its own. Use DistributedDataParallel with use_distributed_optimizer=True."
+            )
         if getattr(getattr(chunk, "config", None), "qk_clip", False):
             raise ConfigError(
                 "TransformerConfig.qk_clip=True cannot be offloaded: Megatron scales the fp32 masters of attention "
