@@ -14,7 +14,7 @@ from tests.support.training import lazily, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
-SEEDS = [None, 0, 1]
+SEEDS = [None, 1]
 INPUT = megatron.LENGTH * megatron.SEQUENCES * 16 * 2
 """Bytes of a layer's input."""
 
@@ -25,7 +25,7 @@ def session(process_group):
         yield
 
 
-def trained(config=None, *, seed=None, steps=3, model=None):
+def trained(config=None, *, seed=None, steps=2, model=None):
     """Weights, losses and gradient norms after some steps, and what moved. `config`: `None` leaves everything."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -59,6 +59,12 @@ MODELS = {
     "recompute core attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     # Without biases: Megatron's recomputed MLP returns its bias, which becomes a part of its own graph, without end.
     "recompute mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "add_bias_linear": False},
+    "recompute moe": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["moe"],
+        "num_moe_experts": 2,
+        "moe_router_topk": 2,
+    },
     "experts": {"num_moe_experts": 2, "moe_router_topk": 2},
 }
 
@@ -81,9 +87,9 @@ def test_recomputed_layers_send_their_inputs_away(session):
     _, handle = trained({}, model=FULL)
     (receipt,) = handle.receipts()
     mask = megatron.LENGTH**2
-    assert receipt.passes == 6
+    assert receipt.passes == 4
     assert receipt.bytes_offloaded == 3 * INPUT + mask  # of four layers; the last stays
-    assert receipt.total_bytes_offloaded == 6 * receipt.bytes_offloaded
+    assert receipt.total_bytes_offloaded == 4 * receipt.bytes_offloaded
 
 
 def test_of_layers_recomputed_together_the_first_ones_input_is_saved(session):

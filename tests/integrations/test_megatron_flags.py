@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from offstage import ActivationConfig, ConfigError, OffloadConfig, OffloadIneffectiveError
-from offstage.integrations.megatron import config_from_megatron, switch_off
+from offstage.integrations.megatron import config_from_megatron, offload, parts, switch_off
 from offstage.integrations.megatron.reading import BESIDE, SWITCHES
 from tests.support import megatron
+
+pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
 
 FLAGS = {*SWITCHES, *(flag for flags in BESIDE.values() for flag in flags)}
 DEVELOPMENT = {
@@ -177,6 +179,23 @@ def test_state(case):
     on = {name: value for name, value in fields.items() if value is not False and value not in ("fp32",)}
     assert told.items() >= {name: v for name, v in on.items() if name != "store_param_remainders"}.items()
     assert all(one.flag in str(flags) and one.here in str(flags) for one in flags.became)
+
+
+@pytest.mark.parametrize("case", STATE)
+def test_what_the_flags_become_trains_in_megatrons_optimizer(process_group, case):
+    """Small enough for this model, and with the state where they say."""
+    fields, settings = STATE[case]
+    state = config_from_megatron(arguments(**fields)).state
+    with megatron.session():
+        chunks = megatron.make_model(torch.bfloat16, ddp={"use_distributed_optimizer": True})
+        optimizer = megatron.make_optimizer(chunks)
+        offload(optimizer, dataclasses.replace(state, min_bytes=0, chunk_bytes="16KiB"), model=chunks)
+        megatron.train(chunks, optimizer, 2)
+        receipts = [part.receipt() for part in parts(optimizer)]
+    moved = sum(receipt.total_bytes_fetched + receipt.total_bytes_stored for receipt in receipts)
+    assert moved > 0
+    by_host = any(receipt.host_update_ms is not None for receipt in receipts)
+    assert by_host == ("update_on" in settings or "host_fraction" in settings)
 
 
 def test_the_optimizer_config_itself():
