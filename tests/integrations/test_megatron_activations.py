@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from offstage import ConfigError, OffloadIneffectiveError
-from offstage.integrations.megatron import config_from_megatron, offload_activations
+from offstage.integrations.megatron import config_from_megatron, offload, offload_activations
 from tests.support import megatron
+from tests.support.contract import SMALL
 from tests.support.training import lazily, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore:::megatron")
@@ -136,6 +137,24 @@ def test_flags_of_megatron(session):
     with offload_activations(chunks, dataclasses.replace(flags.activations, min_bytes=64), modules=flags.modules) as on:
         megatron.train(chunks, megatron.make_optimizer(chunks), 1)
     assert on.receipts()[0].bytes_offloaded == 2 * INPUT + megatron.LENGTH**2
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_beside_state_that_is_offloaded(session, seed):
+    """Both share the link; a race between them is one, too."""
+    expected = None
+    for settings in ({"fraction": 0.0}, SMALL, {**SMALL, "window": "all"}):
+        chunks = megatron.make_model(torch.bfloat16, num_layers=4, ddp={"use_distributed_optimizer": True})
+        optimizer = megatron.make_optimizer(chunks)
+        with lazily(seed):
+            offload(optimizer, model=chunks, **settings)
+            handle = offload_activations(chunks, min_bytes=64)
+            megatron.train(chunks, optimizer, 3)
+            found = megatron.weights(chunks)
+            handle.remove()
+        assert handle.bytes_returned > 0
+        expected = expected or found
+        assert_same(found, expected)
 
 
 def test_removed_nothing_leaves(session):
