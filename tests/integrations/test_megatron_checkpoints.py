@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
 
 from offstage.integrations.megatron import offload, parts
@@ -229,21 +230,27 @@ def test_a_load_allocates_nothing_on_the_device(form: str, tmp_path: Path, monke
     assert theirs.elements >= 2 * weights, "the way to see it does not see it"
 
 
-def test_what_an_asynchronous_save_writes_is_what_there_was_at_its_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("fp32", "none"), ("bf16", "none"), ("distributed", "dp_reshardable"), ("distributed fp32", "dp_reshardable")],
+)
+def test_what_an_asynchronous_save_writes_is_what_there_was_at_its_call(kind: str, form: str, tmp_path: Path) -> None:
     from megatron.core import dist_checkpointing
 
-    source, target, expected = make("bf16", TORCH), make("bf16", TORCH), make("bf16", TORCH)
+    source, target, expected = make(kind, TORCH), make(kind, TORCH), make(kind, TORCH)
     source.train(2)
     expected.train(2)
     request = dist_checkpointing.save(
-        sharded(source, "none", is_loading=False), str(tmp_path), async_sharded_save=True, async_strategy="mcore"
+        sharded(source, form, is_loading=False), str(tmp_path), async_sharded_save=True, async_strategy="mcore"
     )
     source.train(range(2, 3))
     request.execute_sync()
-    restore_sharded(target, tmp_path, "none", expected.scheduler)
-    state = expected.optimizer.state_dict()
-    assert_same_tree(target.optimizer.state_dict()["fp32_from_fp16_params"], state["fp32_from_fp16_params"])
-    assert_same_tree(target.optimizer.state_dict()["optimizer"]["state"], state["optimizer"]["state"])
+    restore_sharded(target, tmp_path, form, expected.scheduler)
+    assert_same_tree(_tensors(target.state()), _tensors(expected.state()))
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    return [one for one in pytree.tree_leaves(state) if isinstance(one, torch.Tensor)]
 
 
 # Transformer Engine's optimizer, which is not here: its options and its format
@@ -308,6 +315,31 @@ def test_fused_adams_format_is_kept(kind: str, tmp_path: Path, monkeypatch: pyte
     assert_same_future(source, target, range(3, 5))
     other.train(range(3, 5))
     assert_same_tree(megatron.weights(other.chunks), megatron.weights(source.chunks))
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "distributed"])
+def test_a_checkpoint_that_fused_adam_has_written(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its groups have none of the options that only torch's class has."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    monkeypatch.setattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)  # Megatron then leaves `step` in the groups
+    source, target = fused(kind), fused(kind)
+    for run in (source, target):
+        offload(run.optimizer, model=run.chunks, **TORCH)
+    source.train(3)
+    saved = source.optimizer.state_dict()
+    inner = saved if kind == "fp32" else saved["optimizer"]
+    only_torch = {*torch.optim.AdamW([torch.zeros(1)]).defaults} - {"lr", "betas", "eps", "weight_decay"}
+    for group in inner["param_groups"]:
+        for name in only_torch:
+            del group[name]
+    target.chunks[0].load_state_dict(source.chunks[0].state_dict())
+    target.optimizer.load_state_dict(saved)
+    if kind == "distributed":
+        shards = source.optimizer.chained_optimizers[0].get_parameter_state_dp_zero()
+        target.optimizer.chained_optimizers[0].load_parameter_state_from_dp_zero(shards)
+    target.scheduler.load_state_dict(source.scheduler.state_dict())
+    assert_same_future(source, target, range(3, 5))
 
 
 def test_state_dicts_are_tensors_and_numbers() -> None:

@@ -64,7 +64,7 @@ def _same_bits(_: Any, case: str) -> int:
     logging.disable(logging.WARNING)
     with megatron.session(**CASES[case].get("groups", {})):
         expected = _trained(case, None)
-        for settings in PLANS.values():
+        for settings in PLANS.values() if case == "DP sharded" else [PLANS["half, window"]]:
             assert_same_tree(_trained(case, settings), expected)
         return len(parts(_make(case, TORCH)[1]))
 

@@ -35,6 +35,8 @@ class _Offloaded(MegatronOptimizer):  # type: ignore[misc]
     optimizer: OffloadedOptimizer
     fetching: FetchUnderReduction | None
     """Where there is a window."""
+    saves_state_itself = True
+    """Whether `sharded_state_dict` has the tensors of the state, and not copies."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.fetching is not None:
@@ -70,7 +72,7 @@ class _Offloaded(MegatronOptimizer):  # type: ignore[misc]
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As Megatron's, with tensors of their own: it may write later, and in a forked process without our arenas."""
         result = super().sharded_state_dict(*args, **kwargs)
-        for one in nested_values(result):
+        for one in nested_values(result) if self.saves_state_itself else ():
             if isinstance(one, (ShardedTensor, ShardedTensorFactory)) and one.data is not None:
                 one.data = one.data.detach().to("cpu", copy=True)
         return result
@@ -148,6 +150,7 @@ class OffloadedFloat16(_Offloaded, Float16OptimizerWithFloat16Params):  # type: 
 class OffloadedDistributed(_Offloaded, DistributedOptimizer):  # type: ignore[misc]
     """Shards: those of 16-bit weights have their masters in the inner optimizer's state."""
 
+    saves_state_itself = False
     view_of: dict[torch.Tensor, torch.Tensor]
     """By parameter of the model, of which this rank has a part."""
 
@@ -181,7 +184,7 @@ class OffloadedDistributed(_Offloaded, DistributedOptimizer):  # type: ignore[mi
         state = self.optimizer.state[view]
         main = state.get(MASTER, view)
         tensors = {"param": main, **{name: state[name] for name in self.optimizer_state_keys}}
-        return {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
     def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         view = self._view(model_param)
