@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetches the libraries that `peers`, `host_update`, `host_weights` and `llama` compare with, into carry/peers.
+"""Fetches what `peers`, `host_update`, `host_weights`, `llama` and `megatron` compare with, into carry/peers.
 
     python -m benchmarks.fetch_peers                  for Python 3.12 on Linux x86-64
     python -m benchmarks.fetch_peers --python 3.13    for another one; Megatron-core needs 3.12 or newer
@@ -39,6 +39,7 @@ WHEELS = {
     "py-cpuinfo": "9.0.0",
     "pydantic": "2.14.3",
     "pydantic-core": "2.50.4",
+    "pyyaml": "6.0.3",
     "tqdm": "4.70.1",
     "typing-extensions": "4.16.0",
     "typing-inspection": "0.4.5",

@@ -15,6 +15,7 @@ SAYS = {
     "activations": "weights that differ from those of the run in which activations stayed: 0",
     "host_weights": "weights that differ from those of the run with all of them on the device: 0",
     "lightning_loop": "weights that differ from those of the run that was never killed: 0",
+    "megatron": "weights that differ from those of the run with all of it on the device: 0",
     "minimal": "state",
     "overlap": "weights 0, average 0",
     "plan": "as planned at first: True; elements that differ from the plain run: 0",

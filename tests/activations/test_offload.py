@@ -186,6 +186,19 @@ def test_the_same_gradients(model, config, seed):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_the_input_of_the_last_layer_leaves_with_either_checkpointing(seed):
+    """Reentrant checkpointing saves it when no other layer follows."""
+    offloaded, returned = [], []
+    for make in (Checkpointed, Reentrant):
+        with on_lanes(seed):
+            _, handle = gradients(lambda make=make: make(Block), {"keep_last": 0})
+        offloaded.append(handle.receipt().bytes_offloaded)
+        returned.append(handle.bytes_returned)
+    assert offloaded[0] == offloaded[1] > 0
+    assert returned[0] == returned[1] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_micro_batches_in_flight(seed):
     """Forwards and backwards interleaved as in a pipeline under 1F1B."""
 

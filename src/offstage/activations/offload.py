@@ -8,8 +8,8 @@ that it will ask for next (`traffic.py`). What one storage does on this way is i
 in `remaking.py`. Nothing is done while evaluating: autograd saves nothing then.
 
 [Note: whose tensor is it] A layer that is checkpointed saves only its inputs, just before it runs, or (reentrant
-checkpointing) just after. So what is saved between two layers waits until the next one begins, and leaves if it is an
-input of one of the two and that one is chosen.
+checkpointing) just after. So what is saved between two layers waits until the next one begins, or the forward ends, and
+leaves if it is an input of one of the two and that one is chosen.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class ActivationOffload:
         while self._forwards and id(self._forwards[-1].frame) not in under_way:
             self._end()
 
-    def _end(self, *_: Any) -> None:
+    def _end(self, *of_hook: Any) -> None:
         """The model's forward ends, or has raised."""
         if not self._forwards:  # it began before these hooks were there
             return
@@ -292,6 +292,9 @@ class ActivationOffload:
             forward.hooks.__exit__(None, None, None)  # first: whatever fails, other models' tensors must not come here
             forward.hooks = None
             self._saving_now.discard(forward)
+            if of_hook and of_hook[-1] is not None:  # it has a result: reentrant checkpointing saved inputs of the last
+                self._claim_between(forward, None)
+                forward.traffic.forward_is_over()
             forward.unclaimed.clear()
             forward.storages.clear()
             self._num_calls, self._largest = forward.num_calls, forward.traffic.largest
@@ -335,14 +338,18 @@ class ActivationOffload:
         call = LayerCall(forward.lifetime, forward.num_calls, layer, forward.choices[layer], kind, arguments)
         forward.num_calls += 1
         forward.call = call
+        self._claim_between(forward, call)
+        if self._measurements is not None:
+            self._measurements.enter(layer, self._any_lanes())
+
+    def _claim_between(self, forward: ForwardPass, call: LayerCall | None) -> None:
+        """What was saved since the last layer's call leaves or stays: `call` begins, or `None`, the forward ends."""
         unclaimed, forward.unclaimed = forward.unclaimed, {}
         for handle, storage in unclaimed.items():
             for owner in (call, forward.previous):
                 if owner is not None and handle in owner.inputs:
-                    self._claim(forward, call, storage, owner.choice)
+                    self._claim(forward, call or owner, storage, owner.choice)
                     break
-        if self._measurements is not None:
-            self._measurements.enter(layer, self._any_lanes())
 
     def _recomputes(self) -> bool:
         """Whether the layer that is about to run shall be checkpointed."""

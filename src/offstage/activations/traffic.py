@@ -70,6 +70,10 @@ class Traffic:
         # What follows the last layer (a head, a loss) may need more memory than any: where all leave, all are gone.
         self._let_go(call, everything=call == self._last and not self._are_spread)
 
+    def forward_is_over(self) -> None:
+        """What the last layer has sent away after its call is let go, too."""
+        self._let_go(self._last, everything=not self._are_spread)
+
     def _let_go(self, call: int, *, everything: bool = False) -> None:
         while self._leaving:
             reference, nbytes, left_in = self._leaving[0]

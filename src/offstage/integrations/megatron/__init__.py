@@ -4,6 +4,8 @@
     optimizer = get_megatron_optimizer(config, model)
     optimizer = offstage.integrations.megatron.offload(optimizer, model=model)
 
+`config_from_megatron()` reads Megatron's own offload flags, and `offload_activations()` is for its layers.
+
 megatron-core is imported when `offload()` is called.
 """
 
@@ -16,12 +18,11 @@ import torch
 
 from offstage import OffloadConfig, OffloadedOptimizer
 from offstage.config import OffloadSettings, documents
-from offstage.integrations.packages import require
+from offstage.integrations.megatron.activations import ActivationOffloads, offload_activations
+from offstage.integrations.megatron.flags import MegatronFlags, config_from_megatron, switch_off
+from offstage.integrations.megatron.package import megatron_core
 
 _Megatron = TypeVar("_Megatron")
-
-AT_LEAST, BELOW = "0.19", "0.20"
-"""Of megatron-core: the versions whose extension points are known here."""
 
 
 @documents(OffloadConfig)
@@ -40,7 +41,7 @@ def offload(
     model chunks, for names in messages, and for `window`, which is filled while gradients are reduced; a
     DistributedOptimizer knows them. `settings` are these fields of `OffloadConfig`:
     """
-    require("megatron.core", package="megatron-core", at_least=AT_LEAST, below=BELOW, why=f"{__name__}.offload()")
+    megatron_core("megatron.core", why=f"{__name__}.offload()")
     from offstage.integrations.megatron.takeover import take_over
 
     take_over(optimizer, OffloadConfig.build(config, settings), _chunks(model))
@@ -60,4 +61,12 @@ def _chunks(model: torch.nn.Module | Sequence[torch.nn.Module] | None) -> list[t
     return [model] if isinstance(model, torch.nn.Module) else list(model)
 
 
-__all__ = ["offload", "parts"]
+__all__ = [
+    "ActivationOffloads",
+    "MegatronFlags",
+    "config_from_megatron",
+    "offload",
+    "offload_activations",
+    "parts",
+    "switch_off",
+]
