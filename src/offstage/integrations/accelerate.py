@@ -169,7 +169,7 @@ class Binding:
                 f"found {len(given)} parameters with gradients that are not those of one. Clip each optimizer's own, "
                 "or use update_in_backward=False."
             )
-        return optimizer.clip_grad_norm_(max_norm, norm_type)
+        return optimizer.clip_grad_norm_(max_norm, norm_type, order=parameters)
 
     def _clip_grad_value_(self, found: Callable[..., Any], parameters: Any, clip_value: float) -> None:
         if any(one.config.update_in_backward for one in self.optimizers):
