@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,6 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from tokenizers import Tokenizer, models, pre_tokenizers
-
-from offstage.lanes.testing.lazy import WaitLog
-from tests.support.training import lazily
 
 SMALL: dict[str, Any] = {"min_bytes": 0, "chunk_bytes": "16KiB"}
 """Everything leaves, in the smallest chunks there are."""
@@ -103,6 +100,7 @@ def make_trainer(folder: Path, *, model: Any = None, callbacks: Any = (), named:
         model=make_model() if model is None else model,
         args=transformers.TrainingArguments(output_dir=str(folder), **{**QUIET, **options}),
         train_dataset=Tokens(),
+        eval_dataset=Tokens(4),
         callbacks=list(callbacks),
         **(named or {}),
     )
@@ -115,12 +113,6 @@ def weights_of(model: Any) -> dict[str, torch.Tensor]:
 def logged(trainer: Any) -> list[Mapping[str, float]]:
     """Losses and norms."""
     return [{key: row[key] for key in ("loss", "grad_norm") if key in row} for row in trainer.state.log_history]
-
-
-def on_lanes(lanes: int | None, run: Callable[[], Any], waits: WaitLog | None = None) -> Any:
-    """`run()`, with lazy lanes of that seed."""
-    with lazily(lanes, waits):
-        return run()
 
 
 def fsdp_on_the_cpu() -> None:
