@@ -240,6 +240,8 @@ def _refuse(trainer: Any, config: OffloadConfig | None, sleeps: bool) -> None:
         raise ConfigError(
             f"This trainer was given to {_WHY} already; expected one call. Give all settings in that one."
         )
+    if sleeps:
+        require("trl", package="trl", at_least="1.16", below="2", why=f"sleep_while_generating=True of {_WHY}")
     if sleeps and not callable(getattr(trainer, "_generate", None)):
         raise ConfigError(
             f"sleep_while_generating=True expects a trainer that generates, such as TRL's GRPOTrainer; found "
