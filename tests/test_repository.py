@@ -87,7 +87,18 @@ def test_the_optimizer_has_torchs_methods_and_the_public_ones():
 
     import offstage
 
-    public = {"accumulate", "clip_grad_norm_", "close", "config", "evict", "plan", "prefetch", "receipt", "replan"}
+    public = {
+        "accumulate",
+        "attach",
+        "clip_grad_norm_",
+        "close",
+        "config",
+        "evict",
+        "plan",
+        "prefetch",
+        "receipt",
+        "replan",
+    }
     public |= {"synchronize", "state"}
     found = {name for name in dir(offstage.OffloadedOptimizer) if not name.startswith("_")}
     torchs = {name for name in dir(torch.optim.Optimizer) if not name.startswith("_")}

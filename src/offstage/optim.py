@@ -52,7 +52,7 @@ class _ReadyMade(OffloadedOptimizer):
         known = inspect.signature(self.torch_class).parameters.keys()
         settings = {name: value for name, value in named.items() if name not in known}
         optimizer = self.torch_class(params, *options, **{name: named[name] for name in named.keys() & known})
-        super().__init__(optimizer, model, checked_config(optimizer, model, config, settings))
+        super().__init__(optimizer, model, checked_config(optimizer, model, config, settings), model_later=True)
 
     def __init_subclass__(cls) -> None:
         """The help and the signature have the options of both."""

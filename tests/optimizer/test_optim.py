@@ -11,7 +11,9 @@ import torch
 
 import offstage
 from offstage import optim
-from tests.support.contract import SMALL, assert_same_weights, make_model, train
+from offstage.lanes.link import use_lanes
+from offstage.lanes.testing.lazy import LazyLanes
+from tests.support.contract import SMALL, adamw, assert_same_weights, make_model, train
 
 CLASSES = [getattr(optim, name) for name in optim.__all__]
 SETTINGS = {field.name for field in dataclasses.fields(offstage.OffloadConfig)}
@@ -82,3 +84,88 @@ def test_groups_with_options_of_their_own():
     )
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     assert [group["momentum"] for group in optimizer.param_groups] == [0.9, 0.9]
+
+
+# A model that comes later
+
+
+class Net(torch.nn.Module):
+    """As `make_model()`, with names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = make_model()
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+OVERLAPS = {
+    "in forward": {"overlap_forward": True},
+    "window": {"window": "all"},
+    "in backward": {"overlap_forward": True, "update_in_backward": True},
+    "in step": {},
+}
+
+
+@pytest.mark.parametrize("mode", OVERLAPS)
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_model_that_is_attached(mode, seed):
+    expected_model, model = Net(), Net()
+    lanes = (lambda device: LazyLanes(device, seed=seed)) if seed is not None else None
+    with use_lanes(lanes):
+        expected = offstage.offload(adamw(expected_model.parameters()), expected_model, **SMALL, **OVERLAPS[mode])
+        optimizer = optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, **SMALL, **OVERLAPS[mode])
+    optimizer.attach(model)
+    optimizer.attach(model)  # which changes nothing
+    assert optimizer.plan == expected.plan  # with the names of the model
+    for one in ((model, optimizer), (expected_model, expected)):
+        train(*one, 5)
+        one[1].synchronize()
+    assert_same_weights(model, expected_model)
+    assert optimizer.receipt().bytes_fetched == expected.receipt().bytes_fetched
+    assert bool(hooks_of(model)) == bool(OVERLAPS[mode])
+
+
+def hooks_of(model):
+    return [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+
+
+def test_updates_in_backward_need_no_model_and_get_its_names():
+    model = Net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, **SMALL, update_in_backward=True)
+    train(model, optimizer, 3)
+    optimizer.attach(model)
+    train(model, optimizer, range(3, 6))
+    expected_model = Net()
+    train(expected_model, optim.AdamW(expected_model.parameters(), lr=0.01, **SMALL), 6)
+    assert_same_weights(model, expected_model)
+    assert optimizer.plan.sizes[0].name == "layers.0.weight"
+
+
+@pytest.mark.parametrize("mode", ["in forward", "window"])
+def test_a_step_without_the_model_that_is_needed(mode):
+    model = Net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, **SMALL, **OVERLAPS[mode])
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(offstage.ConfigError, match=r"optimizer\.attach\(model\)"):
+        train(model, optimizer, 1)
+    assert all(map(torch.equal, before, model.parameters()))
+    with pytest.raises(offstage.ConfigError, match="attach"):
+        optimizer.prefetch()
+    with pytest.raises(offstage.ConfigError, match="found no model"):  # offload() has it or never gets it
+        offstage.offload(adamw(Net().parameters()), **SMALL, **OVERLAPS[mode])
+
+
+def test_a_model_that_cannot_be_attached():
+    model, other = Net(), Net()
+    optimizer = optim.AdamW(model.parameters(), model=model, **SMALL)
+    with pytest.raises(offstage.ConfigError, match="made for a Net"):
+        optimizer.attach(torch.nn.Sequential(model))
+    free = optim.AdamW(model.parameters(), **SMALL)
+    with pytest.raises(offstage.ConfigError, match="None of the optimizer's parameters"):
+        free.attach(other)
+    with pytest.raises(offstage.ConfigError, match=r"expects a torch\.nn\.Module"):
+        free.attach("model")
+    with pytest.raises(offstage.ConfigError, match="needs the model"):
+        optim.AdamW(model.parameters(), weights="host", **SMALL)

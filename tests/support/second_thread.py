@@ -38,6 +38,7 @@ READS = {
     "repr": lambda model, optimizer: repr(optimizer),
     "synchronize": lambda model, optimizer: optimizer.synchronize(),
     "prefetch": lambda model, optimizer: optimizer.prefetch(),
+    "attach": lambda model, optimizer: optimizer.attach(model),
     "evict": lambda model, optimizer: optimizer.evict(),
     "replan": move,
     "weights": lambda model, optimizer: model.state_dict(),

@@ -180,11 +180,13 @@ class _Load:
         """State kept once per parameter. Without an entry, a parameter has no state in the checkpoint."""
         self._options: list[dict[str, Any]] = []
         self._before: list[dict[str, Any]] = []
+        self._with_state: list[torch.Tensor] = []
+        """Parameters for which state was saved."""
         self.is_loaded = False
         if optimizer is not None:
             runtime_of(optimizer).follow_groups()
-            for held in runtime_of(optimizer).all_states():
-                name_in(self._layouts, held)
+            names = {held.param: name_in(self._layouts, held) for held in runtime_of(optimizer).all_states()}
+            self._with_state = [param for param, name in names.items() if self._saved_keys(name)]
             try:
                 self._options = self._checked_options(optimizer)
                 for group, options in zip(optimizer.param_groups, self._options, strict=True):
@@ -331,6 +333,7 @@ class _Load:
         runtime = runtime_of(optimizer)
         runtime.drop_iteration()
         runtime.before_overwrite()
+        runtime.make_room(self._with_state)
         groups = [
             {**{name: value for name, value in group.items() if name not in ("params", "param_names")}, **options}
             for group, options in zip(optimizer.param_groups, self._options, strict=True)

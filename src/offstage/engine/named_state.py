@@ -91,36 +91,41 @@ def check(state: ParamState, values: Mapping[str, Any], group: dict[str, Any]) -
             f"State of parameter {state.name!r}: expected a dict by name; found {type(values).__name__}. Load the "
             "optimizer's part of a checkpoint."
         )
+    for name, value in values.items():
+        check_one(state, name, value)
+    check_complete(state, values.keys(), group)
+
+
+def check_one(state: ParamState, name: str, value: Any) -> None:
+    """Raise if `value` cannot be this parameter's `name`. Changes nothing."""
     shapes = {key.name: tuple(state.param.shape) if key.shape is None else key.shape for key in state.keys}
     if shapes.pop(MASTER_LOW_KEY, None) is not None:
         shapes[MASTER_KEY] = tuple(state.param.shape)
-    for name, value in values.items():
-        check_layout(value, state.param, f"State {name!r} of parameter {state.name!r}")
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
-            kind = "a meta tensor, without data" if value.is_meta else f"of layout {value.layout}"
-            raise ConfigError(
-                f"State {name!r} of parameter {state.name!r} is {kind}; expected a dense tensor with data. "
-                "Load the checkpoint itself, not its skeleton."
-            )
-        if name in shapes and found != shapes[name]:
-            raise ConfigError(
-                f"State {name!r} of parameter {state.name!r}: expected shape {shapes[name]}, found {found}. "
-                "Load a checkpoint of this model, or check the order of the parameters."
-            )
-        if name in state.rule.names and isinstance(value, torch.Tensor) and not value.is_floating_point():
-            raise ConfigError(
-                f"State {name!r} of parameter {state.name!r}: expected a floating point format, found {value.dtype}. "
-                "Load a checkpoint of the same optimizer class."
-            )
-        check_scalar(state, name, value)
-        is_scalar = not isinstance(value, torch.Tensor) or value.numel() == 1
-        if name not in shapes and name not in state.rule.names and not is_scalar:
-            raise ConfigError(
-                f"Parameter {state.name!r} keeps {sorted(shapes)}; found state {name!r} of shape {found}. "
-                "Load a checkpoint of the same optimizer class and options."
-            )
-    check_complete(state, values.keys(), group)
+    check_layout(value, state.param, f"State {name!r} of parameter {state.name!r}")
+    found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+        kind = "a meta tensor, without data" if value.is_meta else f"of layout {value.layout}"
+        raise ConfigError(
+            f"State {name!r} of parameter {state.name!r} is {kind}; expected a dense tensor with data. "
+            "Load the checkpoint itself, not its skeleton."
+        )
+    if name in shapes and found != shapes[name]:
+        raise ConfigError(
+            f"State {name!r} of parameter {state.name!r}: expected shape {shapes[name]}, found {found}. "
+            "Load a checkpoint of this model, or check the order of the parameters."
+        )
+    if name in state.rule.names and isinstance(value, torch.Tensor) and not value.is_floating_point():
+        raise ConfigError(
+            f"State {name!r} of parameter {state.name!r}: expected a floating point format, found {value.dtype}. "
+            "Load a checkpoint of the same optimizer class."
+        )
+    check_scalar(state, name, value)
+    is_scalar = not isinstance(value, torch.Tensor) or value.numel() == 1
+    if name not in shapes and name not in state.rule.names and not is_scalar:
+        raise ConfigError(
+            f"Parameter {state.name!r} keeps {sorted(shapes)}; found state {name!r} of shape {found}. "
+            "Load a checkpoint of the same optimizer class and options."
+        )
 
 
 def check_scalar(state: ParamState, name: str, value: Any) -> None:
@@ -174,6 +179,21 @@ def load(state: ParamState, values: Mapping[str, Any], group: dict[str, Any]) ->
     state.present = frozenset(names & values.keys())
     if values and {MASTER_KEY, MASTER_LOW_KEY} & names:
         _load_master(state, _local_value(state, MASTER_KEY, values) if MASTER_KEY in values else None)
+
+
+def is_alone(state: ParamState, name: str) -> bool:
+    """Whether what is kept under `name` can be written without the rest: split masters share a bit with a moment."""
+    split = MASTER_LOW_KEY in {key.name for key in state.keys} and name in (MASTER_KEY, "exp_avg_sq")
+    return not split and (name in state.present or name in state.scalars)
+
+
+def load_one(state: ParamState, name: str, value: Any, group: dict[str, Any]) -> None:
+    """Replace what is kept under `name`, already checked, and nothing else."""
+    for key in state.keys:
+        if key.name == name:
+            _copy_into(state.raw(name), flat_like(_local_value(state, name, {name: value}), _like(state, key)))
+            return
+    set_scalars(state, {**state.scalars, name: value}, group)
 
 
 def _local_value(state: ParamState, name: str, values: Mapping[str, Any]) -> torch.Tensor:

@@ -30,12 +30,8 @@ def check_optimizer(optimizer: Any, model: torch.nn.Module | None) -> None:
             f"This {type(optimizer).__name__} is already offloaded; expected one that is not. "
             "Use the optimizer that the first offload() returned."
         )
-    if model is not None and not isinstance(model, torch.nn.Module):
-        raise ConfigError(
-            f"model expects a torch.nn.Module; found {type(model).__name__}. Leave it out, or pass the model."
-        )
     if model is not None:
-        _check_model(optimizer, model)
+        check_model(optimizer, model)
     check_options(optimizer.param_groups)
 
 
@@ -233,7 +229,12 @@ def check_grad(device: torch.device, grad: torch.Tensor, name: str) -> None:
         )
 
 
-def _check_model(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+def check_model(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    """Raise if `model` is not one whose parameters `optimizer` could train."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"model expects a torch.nn.Module; found {type(model).__name__}. Leave it out, or pass the model."
+        )
     if any(isinstance(module, FSDPModule) and _offloads_params(module) for module in model.modules()):
         raise ConfigError(
             "The model was sharded with FSDP2's CPUOffloadPolicy, which moves parameters, gradients and the update to "

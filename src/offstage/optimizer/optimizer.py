@@ -22,7 +22,7 @@ from offstage.config import WINDOWS, OffloadConfig, OffloadSettings, documents, 
 from offstage.errors import ConfigError, OffstageError
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer import state_dict as state_dicts
-from offstage.optimizer.checks import check_initialised, check_no_duplicates, check_optimizer, check_param
+from offstage.optimizer.checks import check_initialised, check_model, check_no_duplicates, check_optimizer, check_param
 from offstage.optimizer.places import Groups
 from offstage.optimizer.receipt import Receipt, make_receipt
 from offstage.optimizer.replanning import replanned_config
@@ -92,7 +92,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # Initialization
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: torch.nn.Module | None, config: OffloadConfig) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module | None,
+        config: OffloadConfig,
+        *,
+        model_later: bool = False,
+    ) -> None:
+        """`model_later`: a model that the config needs may come by `attach()`, until the first step."""
         names = _names_of(optimizer, model)
         _check(optimizer, config, names)
         refuse_host_weights(optimizer.param_groups, model, names)
@@ -101,7 +109,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.param_groups = optimizer.param_groups  # the user's list: schedulers made before offload() write to it
         runtime = Runtime(rule, shell, config, model, names, _groups_of(self), self.defaults)
-        runtime.start(optimizer.state)
+        runtime.start(optimizer.state, model_later=model_later)
         self._runtime = runtime
         with deferred_interrupts():  # an optimizer whose state was taken over is never left as if it still had it
             runtime.take_over(optimizer.state)
@@ -201,6 +209,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._runtime.check_not_lost()
         self._runtime.move_to(replanned_config(self._runtime, changes))
         return self.plan
+
+    @_in_turn
+    def attach(self, model: torch.nn.Module) -> None:
+        """Give an optimizer that was made without a model its model, between steps: its names, and its cues in forward.
+
+        For engines that know parameters only when they make the optimizer.
+        """
+        check_model(self, model)
+        self._runtime.attach(model)
 
     @_in_turn
     def prefetch(self) -> None:

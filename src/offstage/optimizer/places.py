@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ logger = logging.getLogger("offstage")
 
 Groups = Sequence[dict[str, Any]]
 
+NOTHING_TRAINS = (
+    "no parameter of this optimizer requires a gradient, so it trains nothing: was the model frozen or wrapped (PEFT "
+    "does both) after the optimizer was made?"
+)
+
 
 class Places:
     """The state of every parameter, by parameter, and everything on each device, by device."""
@@ -57,11 +62,27 @@ class Places:
         self._claim = Claim(0)
         """Of what the first step will take."""
 
-    def fit(self, groups: Groups) -> bool:
-        """Whether every parameter of `groups` has all the state its options need."""
+    def fit(self, groups: Groups, *, between_steps: bool = True) -> bool:
+        """Whether every parameter of `groups` has room for all the state its options need.
+
+        Not `between_steps`: one that is no longer frozen and has no gradient yet gets it with the next iteration.
+        """
         if self._signatures != [self._rule.signature(group) for group in groups]:
             return False
-        return all(param in self.states for group in groups for param in group["params"])
+        for group in groups:
+            for param in group["params"]:
+                state = self.states.get(param)
+                if state is None:
+                    return False
+                if state.frozen and (param.grad is not None or (between_steps and param.requires_grad)):
+                    return False
+        return True
+
+    def rename(self, names: Mapping[torch.Tensor, str]) -> None:
+        """A model has given these parameters their names."""
+        self.names.update(names)
+        for param in self.states.keys() & names.keys():
+            self.states[param].name = names[param]
 
     def place(
         self,
@@ -70,15 +91,19 @@ class Places:
         *,
         like: Places | None = None,
         moving: MovingWeights | None = None,
+        with_state: Collection[torch.Tensor] = (),
     ) -> None:
         """Place parameters that are new or need more keys; the others stay where they are.
 
         `existing` is state that new parameters have elsewhere: what stays resident is used where it is. `like`: keep as
-        much for every parameter as there. `moving`: weights that may go to the host with their state.
+        much for every parameter as there. `moving`: weights that may go to the host with their state. `with_state`:
+        parameters that are about to get state, also if they are frozen.
         """
         check_options(groups)
         group_of = {param: group for group in groups for param in group["params"]}
-        wanted = [self._wanted(param, group, like) for param, group in group_of.items()]
+        with_state = {*with_state, *(param for param, values in (existing or {}).items() if values)}
+        self._forget_replaced(group_of)
+        wanted = [self._wanted(param, group, like, with_state) for param, group in group_of.items()]
         check_no_overlap(list(group_of), self.names)
         by_device: dict[torch.device, list[ParamState]] = {}
         for state in wanted:
@@ -86,9 +111,11 @@ class Places:
         plans = {}
         for device, states in by_device.items():
             placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
-            placed |= {
-                i: Placement.STREAMED for i, state in enumerate(states) if host_weight_of(state.param) is not None
-            }
+            for i, state in enumerate(states):
+                if state.frozen:
+                    placed[i] = Placement.RESIDENT
+                elif host_weight_of(state.param) is not None:
+                    placed[i] = Placement.STREAMED
             sizes = [self.size_of(state) for state in states]
             plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
         self._refuse_ineffective(plans, by_device)
@@ -96,7 +123,7 @@ class Places:
         for device, states in by_device.items():
             for state, placement in zip(states, plans[device].placements, strict=True):
                 state.placement = placement
-        stay = [state.param for state in wanted if state.placement is not Placement.STREAMED]
+        stay = [state.param for state in wanted if state.placement is not Placement.STREAMED and not state.frozen]
         moved_bytes = moving.host_bytes(stay) if moving is not None else 0
         try:
             with self._check_host_memory(plans, by_device, existing or {}, moved_bytes):
@@ -107,6 +134,9 @@ class Places:
                     self._build(device, new, plans[device], group_of, existing or {})
         finally:
             self._claim = Claim(sum(self.still_to_take().values()))
+        for device in self.engines.keys() - {state.device for state in self.states.values()} - by_device.keys():
+            _drain(self.engines[device])
+            self.engines.pop(device).close()
         self._plans = plans
         self._signatures = [self._rule.signature(group) for group in groups]
 
@@ -135,6 +165,8 @@ class Places:
         self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[ParamState]]
     ) -> None:
         """Raise if offloading saves nothing: on every rank of a sharded model or on none, though shards are uneven."""
+        if all(state.frozen for states in by_device.values() for state in states):
+            return  # nothing to judge: others may be added, or these trained later
         # A share that the planner chooses may differ between ranks.
         open_share = self._config.update_on == "auto" and self._config.host_fraction is None
         config = dataclasses.replace(self._config, host_fraction=0.0) if open_share else self._config
@@ -166,7 +198,17 @@ class Places:
         logger.info("with update_on='auto' the CPU updates %.0f%% of what is offloaded from %s", 100 * share, device)
         return share
 
-    def _wanted(self, param: torch.Tensor, group: dict[str, Any], like: Places | None) -> ParamState:
+    def _forget_replaced(self, params: Collection[torch.Tensor]) -> None:
+        """Parameters that left the groups and never had state: others took their place (accelerate shards so)."""
+        for param in [
+            p for p, state in self.states.items() if p not in params and not (state.present or state.scalars)
+        ]:
+            del self.states[param]
+            self.names.pop(param, None)
+
+    def _wanted(
+        self, param: torch.Tensor, group: dict[str, Any], like: Places | None, with_state: Collection[torch.Tensor]
+    ) -> ParamState:
         """The state `param` has, or the one it should get."""
         name = self.names.setdefault(param, f"parameter {len(self.names)}")
         check_param(param, name)
@@ -176,13 +218,16 @@ class Places:
                 f"{self._rule.title} looks at whole parameters; expected parameters that are not sharded. Use an "
                 "optimizer that treats each element alone, such as AdamW."
             )
-        keys = self._rule.keys(local_of(param), group)
         state = self.states.get(param)
         there = state if state is not None or like is None else like.states.get(param)
         # State that an option does not need for a while is kept, as torch keeps it.
         kept = there.keys if there is not None else ()
+        frozen = not kept and not (param.requires_grad or param.grad is not None or param in with_state)
+        keys = () if frozen else self._rule.keys(local_of(param), group)
         missing = tuple(key for key in keys if key not in kept)
-        return state if state is not None and not missing else ParamState(param, name, kept + missing, rule=self._rule)
+        if state is not None and not missing and (frozen or not state.frozen):
+            return state
+        return ParamState(param, name, kept + missing, rule=self._rule, frozen=frozen)
 
     def _check_host_memory(
         self,
@@ -257,9 +302,7 @@ class Places:
         for state in states:
             state.hosted = host_weight_of(state.param) if state.placement is Placement.STREAMED else None
         has_spare = any(engine.arenas.has_spare for engine in self.engines.values())
-        engine.settle(engine.unsettled, "place: the weights are ready")
-        engine.transport.synchronize("place: the lanes are drained")
-        engine.transport.pipeline.discard_staged()
+        _drain(engine)
         for state in states:
             if state.placement is Placement.RESIDENT:
                 named_state.allocate_resident(state, existing.get(state.param, {}))
@@ -309,13 +352,14 @@ class Places:
         """Settings without an effect on these parameters, which may have one on others."""
         config, states = self._config, self.states.values()
         away = any(state.placement is not Placement.RESIDENT for state in states)
-        if config.device_budget is not None and not away:
+        if config.device_budget is not None and not away and not all(state.frozen for state in states):
             held = sum(tensor.nbytes for state in states for tensor in state.resident.values())
             yield (
                 f"device_budget={format_size(int(config.device_budget))} holds all {format_size(held)} of state: "
                 "nothing leaves the device"
             )
-        if config.master_weights in ("fp32", "split") and not any(state.master_kind for state in states):
+        trained = [state for state in states if not state.frozen]
+        if config.master_weights in ("fp32", "split") and trained and not any(one.master_kind for one in trained):
             yield f"master_weights={config.master_weights!r}: no parameter is in 16 bits, and there are no masters"
         if config.update_on == "auto" and config.host_fraction is None and away and not self._rule.rate_is_known:
             yield (
@@ -326,6 +370,8 @@ class Places:
         """Say them, once for these places."""
         for text in self.fallbacks():
             logger.warning(text)
+        if self.states and all(state.frozen for state in self.states.values()):
+            logger.warning(NOTHING_TRAINS)
 
     def place_of(self, param: torch.Tensor) -> tuple[Engine, ParamState] | None:
         """The engine and the state of `param`, if it has one."""
@@ -342,9 +388,15 @@ class Places:
         """Raise if `values` cannot be loaded as the state of `groups`, given their `options`. Changes nothing."""
         for group, chosen in zip(groups, options, strict=True):
             for param in group["params"]:
-                name = self.names.get(param, f"of shape {tuple(param.shape)}")
-                wanted = ParamState(param, name, self._rule.keys(local_of(param), chosen), rule=self._rule)
-                named_state.check(wanted, values.get(param, {}), chosen)
+                self.check_value(param, values.get(param, {}), chosen)
+
+    def check_value(self, param: torch.Tensor, values: Mapping[str, Any], options: dict[str, Any]) -> None:
+        """Raise if `values` cannot be loaded as the state of `param`, given `options`. Changes nothing."""
+        if not values and not param.requires_grad:  # frozen: it need not be one that could be trained
+            return
+        name = self.names.get(param, f"of shape {tuple(param.shape)}")
+        wanted = ParamState(param, name, self._rule.keys(local_of(param), options), rule=self._rule)
+        named_state.check(wanted, values, options)
 
     def take_snapshots(self) -> dict[int, Snapshot]:
         """Snapshots of all state on the host, by the identity of the host state. The lanes have been drained."""
@@ -407,6 +459,13 @@ class Places:
     def moved(self) -> Moved:
         """Since the beginning."""
         return sum((engine.transport.moved for engine in self.engines.values()), Moved())
+
+
+def _drain(engine: Engine) -> None:
+    """Nothing of `engine` is under way, and nothing waits in a slot."""
+    engine.settle(engine.unsettled, "place: the weights are ready")
+    engine.transport.synchronize("place: the lanes are drained")
+    engine.transport.pipeline.discard_staged()
 
 
 def _gradient_bytes(states: Iterable[ParamState]) -> int:

@@ -33,9 +33,9 @@ from offstage.optimizer.checks import check_no_duplicates
 from offstage.optimizer.iteration import End, Iteration, lost_by, note_writes
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.left_gradient import LeftGradient
-from offstage.optimizer.overlap.overlap import Overlap
+from offstage.optimizer.overlap.overlap import Overlap, needs_model
 from offstage.optimizer.overlap.speculation import Norm, Speculation
-from offstage.optimizer.places import Groups, Places
+from offstage.optimizer.places import NOTHING_TRAINS, Groups, Places
 from offstage.planning.group_slots import with_slots
 from offstage.planning.plan import Plan
 from offstage.rules import Rule
@@ -102,17 +102,20 @@ class Runtime:
         self._taken: dict[torch.Tensor, torch.dtype] = {}
         """Gradients, by dtype, that steps have taken and that plain torch would have left to be zeroed."""
         self._model = weakref.ref(model) if model is not None else None
-        self._were_in_model = {param for group in groups() for param in group["params"]}
-        self._were_in_model &= set(model.parameters()) if model is not None else set()
+        self._waits_for_model = False
+        self._said_idle = False
+        self._were_in_model: set[torch.Tensor] = set()
+        self._look_at_model()
         _alive.add(self)
 
-    def start(self, existing: Mapping[torch.Tensor, Mapping[str, Any]]) -> None:
-        """Place all parameters; `existing` is state that they have elsewhere."""
+    def start(self, existing: Mapping[torch.Tensor, Mapping[str, Any]], *, model_later: bool) -> None:
+        """Place all parameters; `existing` is state that they have elsewhere. `model_later`: as in the optimizer."""
         self.check_values(existing)
         moving = MovingWeights(self.model, self.config, self.turn) if self.config.moves_weights else None
         try:
             self.places.place(self.groups, existing, moving=moving)
-            if self.config.overlaps:
+            self._waits_for_model = model_later and self.model is None and needs_model(self.config)
+            if self.config.overlaps and not self._waits_for_model:
                 self.overlap = Overlap(self, self.model)
         except BaseException:
             if moving is not None:
@@ -139,6 +142,39 @@ class Runtime:
         """What `offload()` was given, while it is alive."""
         return self._model() if self._model is not None else None
 
+    def attach(self, model: torch.nn.Module) -> None:
+        """`model` is the one that is trained."""
+        if self.model is model:
+            return
+        if self.model is not None:
+            raise ConfigError(
+                f"attach() expects an optimizer without a model; this one was made for a {type(self.model).__name__}. "
+                "Leave the call out, or leave the model out where the optimizer is made."
+            )
+        self.check_awake("attach()")
+        self.drain_state()
+        self._model, before = weakref.ref(model), self._model
+        try:
+            overlap = Overlap(self, model) if self.config.overlaps else None
+        except BaseException:
+            self._model = before
+            raise
+        if self.overlap is not None:
+            self.overlap.remove()
+        self.overlap, self._waits_for_model = overlap, False
+        self._look_at_model()
+        if with_slots(self.config, model) != with_slots(self.config, None):
+            self.move_to(self.config)
+
+    def _check_model(self) -> None:
+        """Raise if the model that the config needs has not come yet."""
+        if self._waits_for_model:
+            name = "overlap_forward=True" if self.config.overlap_forward else "window='all'"
+            raise ConfigError(
+                f"{name} needs the model, whose modules give the cues; expected it before the first step, found none. "
+                "Call optimizer.attach(model), or give model=... where the optimizer is made."
+            )
+
     @property
     def groups(self) -> Groups:
         return self._groups()
@@ -148,20 +184,35 @@ class Runtime:
         """One per device."""
         return list(self.places.engines.values())
 
-    def place(self) -> None:
-        """Parameters or options are new: give them what they need."""
+    def place(self, with_state: Collection[torch.Tensor] = ()) -> None:
+        """Parameters or options are new: give them what they need. `with_state`: those that are about to get state."""
         self.check_awake("add_param_group()")
-        self.places.place(self.groups)
+        self._look_at_model()
+        self.places.place(self.groups, with_state=with_state)
         self.iteration.number_groups(self.groups)
         if self.overlap is not None:
             self.overlap.bind()
+
+    def make_room(self, params: Collection[torch.Tensor]) -> None:
+        """State of `params` is about to be loaded, of frozen ones too."""
+        if any(self.state_of(param).frozen for param in params):
+            self.place(with_state=params)
+
+    def _look_at_model(self) -> None:
+        """The model's parameters by name, and which of them are ours."""
+        if (model := self.model) is not None:
+            reshard(model)
+            named = {param: name for name, param in model.named_parameters()}
+            ours = {param for group in self.groups for param in group["params"]} & named.keys()
+            self.places.rename({param: named[param] for param in ours})
+            self._were_in_model |= ours
 
     def follow_groups(self) -> None:
         """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
         params = [param for group in self.groups for param in group["params"]]
         if len(set(params)) != len(params):
             check_no_duplicates(self.groups, self.places.names)
-        if not self.places.fit(self.groups):
+        if not self.places.fit(self.groups, between_steps=not self.iteration.early):
             self.restart(
                 "Parameter groups changed between backward and step(), after update_in_backward=True had updated "
                 "weights. Expected the same groups from the first gradient to step()."
@@ -174,6 +225,7 @@ class Runtime:
     def step(self) -> None:
         """Make the step of the gradients that there are, or nothing if their norm forbids it."""
         self.check_awake("step()")
+        self._check_model()
         self.follow_groups()
         with contextlib.ExitStack() as timed:
             for engine in self.engines:
@@ -188,8 +240,11 @@ class Runtime:
         if self.weights is not None and not self.iteration.early:
             self.weights.forget_written(unseen=not self.config.overlap_forward)
         updates = self._updates()
+        if self.overlap is not None:
+            self.overlap.check_cues(updates)
         if not updates or not self.steps:
             self._check_in_model()
+            self._notice_idle()
         if updates or self.iteration.early:
             for engine in self.engines:
                 engine.transport.prepare(with_gradients=any(update.left is not None for update in updates))
@@ -310,6 +365,16 @@ class Runtime:
                 "were there at offload(). Was fully_shard() or another wrapper applied after it? Shard the model "
                 "first, then build the optimizer and call offload()."
             )
+
+    def _notice_idle(self) -> None:
+        """All parameters were frozen behind the optimizer's back: say so once, as nothing else would."""
+        if self._trains_nothing() and not self._said_idle:
+            self._said_idle = True
+            logger.warning("step() changes nothing: %s", NOTHING_TRAINS)
+
+    def _trains_nothing(self) -> bool:
+        params = [param for group in self.groups for param in group["params"]]
+        return bool(params) and not any(param.requires_grad or param.grad is not None for param in params)
 
     def _prove_effect(self, updates: list[ParamUpdate]) -> None:
         """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
@@ -507,6 +572,7 @@ class Runtime:
 
     def prefetch(self) -> None:
         """Fetch as much state as `window` allows, now."""
+        self._check_model()
         if self.overlap is None or not self.config.window:
             raise ConfigError("prefetch() fetches into the window; found window=0. Use window='all'.")
         self.check_not_lost()
@@ -618,6 +684,8 @@ class Runtime:
         """What does not happen as it was asked for, and why."""
         found = [*self.places.fallbacks(), *(engine.transport.window_cut for engine in self.engines)]
         found.append(self.speculation.impossible)
+        if self._trains_nothing():
+            found.append(NOTHING_TRAINS)
         if self.speculation.is_off:
             found.append("clipping is active too often: updates in backward are made in step() for now")
         overlap = self.overlap.fallbacks() if self.overlap is not None else []

@@ -49,13 +49,35 @@ class StateView(MutableMapping[Any, Any]):
             if not isinstance(key, torch.Tensor):
                 self._own[key] = values
                 return
-            state, group = self._state_of(key), runtime.group_of()[key]
-            named_state.check(state, values, group)
-            named_state.check_names(state, values)
+            named_state.check_names(self._state_of(key), values)
+            group = runtime.group_of()[key]
+            runtime.places.check_value(key, values, group)
             runtime.drain_state()
             runtime.before_overwrite()
+            runtime.make_room([key] if values else [])
             with deferred_interrupts():
-                named_state.load(state, values, group)
+                named_state.load(self._state_of(key), values, group)
+
+    def assign(self, key: torch.Tensor, name: str, value: Any) -> None:
+        """`state[key][name] = value`: writes what is kept under `name`, and nothing else.
+
+        A parameter that has had no update gets the rest of its state, too: what it would begin with.
+        """
+        runtime = self._runtime
+        with self.turn:
+            state = self._state_of(key)
+            if not state.present and not state.scalars:
+                runtime.make_room([key])
+                self[key] = {**named_state.export_first(self._state_of(key)), name: value}
+            elif named_state.is_alone(state, name):
+                named_state.check_names(state, {name: value})
+                named_state.check_one(state, name, value)
+                runtime.drain_state()
+                runtime.before_overwrite()
+                with deferred_interrupts():
+                    named_state.load_one(state, name, value, runtime.group_of()[key])
+            else:
+                self[key] = {**self[key], name: value}
 
     def __delitem__(self, key: Any) -> None:
         with self.turn:
@@ -122,6 +144,7 @@ class StateView(MutableMapping[Any, Any]):
             named_state.check_names(state, of_params[param])
         runtime.drain_state()
         runtime.before_overwrite()
+        runtime.make_room([param for param, given in of_params.items() if given])
         with deferred_interrupts():
             runtime.own_state.clear()
             runtime.own_state.update(own)
@@ -151,6 +174,12 @@ class _ParamView(dict[str, Any]):
         super().__init__(values)
         self._view, self._param = view, param
 
+    def __setitem__(self, name: str, value: Any) -> None:
+        with self._view.turn:
+            self._view.assign(self._param, name, value)
+            dict.clear(self)
+            dict.update(self, self._view[self._param])
+
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
@@ -170,7 +199,7 @@ def _write_through(name: str) -> Callable[..., Any]:
     return changed
 
 
-for _name in ("__setitem__", "__delitem__", "__ior__", "update", "setdefault", "pop", "popitem", "clear"):
+for _name in ("__delitem__", "__ior__", "update", "setdefault", "pop", "popitem", "clear"):
     setattr(_ParamView, _name, _write_through(_name))
 
 
@@ -180,6 +209,7 @@ def save(optimizer: torch.optim.Optimizer, runtime: Runtime) -> dict[str, Any]:
         pre_hook(optimizer)
     runtime.check_not_lost()
     runtime.drain_state()
+    runtime.follow_groups()
     index = {param: i for i, param in enumerate(_params(optimizer))}
     groups = []
     for group in optimizer.param_groups:
@@ -226,6 +256,7 @@ def load(optimizer: torch.optim.Optimizer, runtime: Runtime, state_dict: Mapping
     runtime.check_values(values, groups)
     runtime.drop_iteration()
     runtime.before_overwrite()
+    runtime.make_room([param for param, given in values.items() if given])
     with deferred_interrupts():
         replace_groups(runtime, groups)
         for param, group in runtime.group_of().items():

@@ -130,6 +130,8 @@ class ParamState:
     """STREAMED, HOST: its position in its home."""
     hosted: HostedWeight | None = None
     """The weight, if it lives on the host, too."""
+    frozen: bool = False
+    """Nothing trains it and it has no state: there is no room for any until its first gradient."""
 
     def __post_init__(self) -> None:
         self.device = home_of(self.param)

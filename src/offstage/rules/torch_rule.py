@@ -92,6 +92,7 @@ class TorchRule(Rule):
         self._inner = shell_of(optimizer)
         self.names = frozenset({MASTER_KEY, *_EVERY_NAME[self._class]})
         self.scalars = frozenset(SCALARS.get(self._class, ("step",)))
+        self.counts_from = 0.0 if self._class in (optim.Adam, optim.AdamW) else None
         self._foreign: dict[torch.device, torch.Tensor] = {}
         self._foreign_before: dict[torch.device, torch.Tensor] = {}
         self._remembered: dict[torch.device, int] = {}

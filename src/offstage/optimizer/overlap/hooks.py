@@ -52,6 +52,11 @@ class Hooks:
         # An optimizer that is dropped without being closed leaves no hooks behind.
         weakref.finalize(listener, _remove_all, self._handles)
 
+    @property
+    def model(self) -> nn.Module | None:
+        """While it is alive."""
+        return self._model() if self._model is not None else None
+
     def bind(self, params: Sequence[torch.Tensor]) -> None:
         """Hook `params` and the modules that own them. Those bound before stay as they are."""
         new = [param for param in params if param not in self._bound]
@@ -62,7 +67,7 @@ class Hooks:
                 self._hooked.add(param)
                 hook = Hook(listener.gradient_ready)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
-        model = self._model() if self._model is not None else None
+        model = self.model
         if model is not None and new:
             wanted = set(new)
             for name, module, owned in _regions(model):

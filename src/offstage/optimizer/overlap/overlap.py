@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
-from offstage.errors import ConfigError, OffstageError, StepLostError
+from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.lanes.lanes import Place
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import is_recomputing, running_backward, uses_ddp
@@ -52,6 +52,9 @@ _GATHERS = (
     "overlap_forward: step() waits for all weights, because FSDP2 gathers them ahead of their module's forward; window "
     "and update_in_backward work"
 )
+
+_IDLE_STEPS = 10
+"""Steps without a cue after which it is sure that none will come."""
 
 
 class Owner(Protocol):
@@ -131,15 +134,18 @@ class Overlap:
         """Parameters that live on the host and whose layer ran since the last step."""
         self._judged = False
         """It is known which of those on the host may have been read before their update was there."""
-        self._gathers = config.overlap_forward and model is not None and _is_fsdp(model)
+        self._gathers = False
         """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
-        leaves_some = config.overlap_forward and not self._gathers
-        self.selection = BackwardSelection(config, owner.speculation, leaves_some=leaves_some)
+        self.selection = BackwardSelection(config, owner.speculation, leaves_some=config.overlap_forward)
         places = functools.partial(_places_of, self._owner_ref)
         self._leaving = LeavingGradients(config, self.selection, places, owner.turn)
         self._window = Window(config)
-        if self._gathers:
-            logger.warning(_GATHERS)
+        self._cued = False
+        """A backward, or a call of `prefetch()`, has given a cue."""
+        self._steps_without_cues = 0
+        """How many there were before the first one."""
+        self._idle: str | None = None
+        """What was said about them."""
         self._hooks = Hooks(self, model)
         self.bind()
         if (idle := self._idle_window()) is not None:
@@ -160,7 +166,7 @@ class Overlap:
         off = "a graph was captured: step() does everything" if self._off else None
         gathers = _GATHERS if self._gathers else None
         return [
-            *(text for text in (off, gathers, self._blind, self._idle_window()) if text is not None),
+            *(text for text in (off, gathers, self._blind, self._idle_window(), self._idle) if text is not None),
             *self.selection.fallbacks.values(),
             *self._window.fallbacks,
         ]
@@ -171,6 +177,15 @@ class Overlap:
         return "the window is not used, because no state comes to the device for its update: leave it out"
 
     def bind(self) -> None:
+        """Parameters are new; the model may have been sharded since (accelerate does so behind the optimizer)."""
+        model = self._hooks.model
+        if self._config.overlap_forward and not self._gathers and model is not None and _is_fsdp(model):
+            self._gathers = True
+            self.selection.leave_nothing()
+            logger.warning(_GATHERS)
+        self._hook_params()
+
+    def _hook_params(self) -> None:
         """Hook parameters that are new, or no longer frozen."""
         self._hooks.bind([param for group in self._owner.groups for param in group["params"]])
 
@@ -221,6 +236,7 @@ class Overlap:
             engine.settle(unsettled, "backward: the last update is done")
 
     def _gradient_ready(self, state: ParamState, engine: Engine) -> None:
+        self._is_cued()
         self._settle_unseen(engine)
         if not self._judged:
             self._judged = True
@@ -311,8 +327,9 @@ class Overlap:
                 return
             engine.settle(states, "forward: the weights are ready")
         self._window.in_forward(module, self._engines)
-        self._running.update(params)
-        self._unseen.difference_update(params)
+        if torch.is_grad_enabled():  # an evaluation's forward is not the one that a gradient comes from
+            self._running.update(params)
+            self._unseen.difference_update(params)
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is read."""
@@ -476,8 +493,37 @@ class Overlap:
         """The caller's stream has waited for every update."""
         self._unseen.clear()
 
+    def check_cues(self, updates: Sequence[ParamUpdate]) -> None:
+        """Gradients that were assigned by hand give no cues: what waits for them does nothing, and says so.
+
+        One such step is ordinary: torch's own checkpoint functions make it to create state.
+        """
+        if self._cued or self._off or not updates or not (self._config.update_in_backward or self._config.window):
+            return
+        self._steps_without_cues += 1
+        if self._steps_without_cues < 2:
+            return
+        names = [name for name in ("update_in_backward", "window") if getattr(self._config, name)]
+        text = (
+            f"{' and '.join(names)} did nothing so far: expected gradients that a backward makes, found only gradients "
+            "that were assigned to the parameters"
+        )
+        works_without = self._config.overlap_forward or self._config.moves_weights
+        if self._steps_without_cues > _IDLE_STEPS and not works_without:
+            raise OffloadIneffectiveError(
+                f"{text}. Leave {' and '.join(names)} out; with a window, optimizer.prefetch() before step() is a cue, "
+                "too."
+            )
+        if self._idle is None:
+            self._idle = text
+            logger.warning(text)
+
+    def _is_cued(self) -> None:
+        self._cued, self._idle = True, None
+
     def prefetch(self, engine: Engine) -> None:
         """The whole window, now."""
+        self._is_cued()
         engine.transport.widen(self._window.slots(engine))
         engine.fetch_ahead(at_most=engine.arenas.num_streamed_chunks)
 
@@ -506,7 +552,7 @@ class Overlap:
             self.selection.learn(self._fired, self._engines, with_updates=with_updates)
         self.forget()
         self._leaving.forget()
-        self.bind()
+        self._hook_params()
 
     def _report_blind(self, blind: int, late: int) -> None:
         """Nothing falls back silently."""
@@ -544,6 +590,11 @@ def _places_of(owner: weakref.ref[Owner]) -> Places:
     found = owner()
     assert found is not None
     return found.places
+
+
+def needs_model(config: OffloadConfig) -> bool:
+    """Whether cues of a model's forward are needed."""
+    return config.overlap_forward or config.window == "all"
 
 
 def _refuse_model(config: OffloadConfig, model: nn.Module | None) -> None:

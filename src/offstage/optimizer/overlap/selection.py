@@ -83,6 +83,10 @@ class BackwardSelection:
         share = LEFT_TO_STEP if self._leaves_some else 0.0
         return {(engine, placement): share for engine in engines for placement in Placement}
 
+    def leave_nothing(self) -> None:
+        """`step()` waits for all of it: what is left to it has nothing to hide under."""
+        self._leaves_some = False
+
     @property
     def is_learning(self) -> bool:
         """No iteration has shown yet which gradients come at once."""

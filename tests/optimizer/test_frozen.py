@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are frozen, for a while or for ever, and parameters that others took the place of."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import offstage
+from offstage import checkpoint
+from offstage.config import Placement
+from offstage.lanes.link import use_lanes
+from offstage.lanes.testing.lazy import LazyLanes
+from offstage.optimizer.optimizer import runtime_of
+from tests.support.contract import (
+    SMALL,
+    TORCH,
+    adamw,
+    assert_same,
+    assert_same_optimizer,
+    assert_same_weights,
+    loss_of,
+    make_model,
+    train,
+    trained,
+)
+
+MODES = {
+    "in step": {},
+    "half": {"fraction": 0.5},
+    "by the CPU": {"update_on": "host"},
+    "window": {"window": "all"},
+    "in forward": {"overlap_forward": True},
+    "in backward": {"update_in_backward": True, "overlap_forward": True},
+    "weights on the host": {"weights": "host"},
+}
+in_every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(48, 48) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def freeze(model, number, *, trains=False):
+    model.layers[number].requires_grad_(trains)
+
+
+def twins(mode, **more):
+    """The same model with plain AdamW and with the same class offloaded, its first two layers frozen."""
+    plain_model = Blocks()
+    for number in (0, 1):
+        freeze(plain_model, number)
+    model = copy.deepcopy(plain_model)
+    config = {**TORCH, **MODES[mode], **more}
+    return (
+        plain_model,
+        adamw(plain_model.parameters()),
+        model,
+        offstage.offload(adamw(model.parameters()), model, **config),
+    )
+
+
+def iterate(model, optimizer, steps, *, clip=None, between=None):
+    for number in steps:
+        optimizer.zero_grad()
+        loss_of(model, number).backward()
+        if clip is not None and isinstance(optimizer, offstage.OffloadedOptimizer):
+            optimizer.clip_grad_norm_(clip)
+        elif clip is not None:
+            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+        if between is not None:
+            between(model)
+        optimizer.step()
+
+
+def test_frozen_parameters_take_no_memory():
+    """As in plain torch, which creates state with the first gradient."""
+    _, _, model, optimizer = twins("in step")
+    trained_bytes = sum(param.nbytes for param in model.layers[2].parameters())
+    only = offstage.offload(adamw(Blocks().layers[2].parameters()), **TORCH).receipt().host_state_bytes
+    assert optimizer.plan.bytes_of(Placement.STREAMED) == 2 * trained_bytes
+    assert optimizer.receipt().host_state_bytes == only
+    iterate(model, optimizer, range(2))
+    assert len(optimizer.state) == 2
+    assert optimizer.receipt().host_state_bytes == only
+
+
+@in_every_mode
+@pytest.mark.parametrize("seed", [None, 0, 1, 2])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_thawed_on_the_way(mode, seed, clip):
+    """And frozen again: state stays, as it does in plain torch."""
+    lanes = (lambda device: LazyLanes(device, seed=seed)) if seed is not None else None
+    with use_lanes(lanes):
+        plain_model, plain, model, optimizer = twins(mode)
+    for one in ((plain_model, plain), (model, optimizer)):
+        iterate(*one, range(3), clip=clip)
+        freeze(one[0], 1, trains=True)
+        iterate(*one, range(3, 6), clip=clip)
+        freeze(one[0], 2)
+        freeze(one[0], 0, trains=True)
+        iterate(*one, range(6, 9), clip=clip)
+    optimizer.synchronize()
+    assert_same(model, optimizer, plain_model, plain)
+
+
+@in_every_mode
+def test_thawed_between_backward_and_step(mode):
+    """Its first gradient comes in the next iteration; what backward has updated stays."""
+    plain_model, plain, model, optimizer = twins(mode)
+    for one in ((plain_model, plain), (model, optimizer)):
+        iterate(*one, range(3))
+        iterate(*one, range(3, 4), between=lambda model: freeze(model, 1, trains=True))
+        iterate(*one, range(4, 7))
+    optimizer.synchronize()
+    assert_same(model, optimizer, plain_model, plain)
+
+
+def test_a_gradient_assigned_to_a_frozen_parameter():
+    plain_model, plain, model, optimizer = twins("in step")
+    for one, opt in ((plain_model, plain), (model, optimizer)):
+        weight = one.layers[0].weight
+        for step in range(3):
+            weight.grad = torch.full_like(weight, 0.1 * (step + 1))
+            opt.step()
+    assert_same(model, optimizer, plain_model, plain)
+
+
+def test_state_of_a_frozen_parameter_is_loaded():
+    """One that was trained before it was frozen."""
+    trained_model = Blocks()
+    source = offstage.offload(adamw(trained_model.parameters()), trained_model, **SMALL)
+    iterate(trained_model, source, range(3))
+    _, _, model, optimizer = twins("in step", rule="auto")
+    optimizer.load_state_dict(source.state_dict())
+    model.load_state_dict(trained_model.state_dict())
+    assert_same(model, optimizer, trained_model, source)
+    optimizer.state = {}
+    weight, given = model.layers[0].weight, dict(source.state[trained_model.layers[0].weight])
+    optimizer.state[weight] = given
+    assert len(optimizer.state) == 1
+    assert torch.equal(optimizer.state[weight]["exp_avg"], given["exp_avg"])
+
+
+def test_state_of_a_frozen_parameter_in_a_folder(tmp_path):
+    trained_model = Blocks()
+    source = offstage.offload(adamw(trained_model.parameters()), trained_model, **SMALL)
+    iterate(trained_model, source, range(3))
+    checkpoint.save(tmp_path / "folder", trained_model, source)
+    _, _, model, optimizer = twins("in step", rule="auto")
+    checkpoint.load(tmp_path / "folder", model, optimizer)
+    assert_same(model, optimizer, trained_model, source)
+    checkpoint.save(tmp_path / "again", model, optimizer)
+    other = Blocks()
+    fresh = offstage.offload(adamw(other.parameters()), other, **SMALL)
+    checkpoint.load(tmp_path / "again", other, fresh)
+    assert_same_optimizer(fresh, source)
+
+
+def test_frozen_parameters_in_a_folder(tmp_path):
+    """They have no state there, and get none."""
+    _, _, model, optimizer = twins("in step", rule="auto")
+    iterate(model, optimizer, range(2))
+    checkpoint.save(tmp_path / "folder", model, optimizer)
+    other = Blocks()
+    fresh = offstage.offload(adamw(other.parameters()), other, **SMALL)
+    iterate(other, fresh, range(1))
+    checkpoint.load(tmp_path / "folder", other, fresh)
+    assert_same_optimizer(fresh, optimizer)
+
+
+def test_a_frozen_parameter_may_be_of_any_kind():
+    """One that could not be trained: split masters need bf16."""
+    model = nn.Sequential(nn.Linear(64, 64).to(torch.float16), nn.Linear(64, 64).to(torch.bfloat16))
+    model[0].requires_grad_(False)
+    optimizer = offstage.offload(adamw(model.parameters()), model, **SMALL, master_weights="split")
+    model[0].requires_grad_(True)
+    model[0].weight.grad = torch.zeros_like(model[0].weight)
+    with pytest.raises(offstage.ConfigError, match=r"split.*bfloat16"):
+        optimizer.step()
+
+
+# Nothing to train
+
+
+def test_an_optimizer_that_trains_nothing_says_so(caplog):
+    model = make_model().requires_grad_(False)
+    with caplog.at_level(logging.WARNING, "offstage"):
+        optimizer = offstage.offload(adamw(model.parameters()), model, **SMALL)
+    assert "trains nothing" in caplog.text
+    assert any("trains nothing" in text for text in optimizer.receipt().fallbacks)
+    extra = nn.Parameter(torch.ones(64, 64))
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.ones(64, 64)
+    optimizer.step()
+    assert not any("trains nothing" in text for text in optimizer.receipt().fallbacks)
+
+
+def test_frozen_behind_the_optimizer(caplog):
+    """As PEFT does to a model whose optimizer was made before."""
+    model, optimizer = trained(2)
+    model.requires_grad_(False)
+    optimizer.zero_grad()
+    with caplog.at_level(logging.WARNING, "offstage"):
+        optimizer.step()
+        optimizer.step()
+    assert caplog.text.count("step() changes nothing") == 1
+    model.requires_grad_(True)
+    train(model, optimizer, 1)
+    assert not any("trains nothing" in text for text in optimizer.receipt().fallbacks)
+
+
+# Parameters whose place others take
+
+
+@pytest.mark.parametrize("mode", MODES.keys() - {"weights on the host"})  # which belong to the modules' own parameters
+def test_replaced_before_the_first_step(mode):
+    """As accelerate does with a model that it shards: the old parameters leave nothing behind."""
+    model, expected_model = Blocks(), Blocks()
+    expected = offstage.offload(adamw(expected_model.parameters()), expected_model, **SMALL, **MODES[mode])
+    optimizer = offstage.offload(adamw(model.parameters()), model, **SMALL, **MODES[mode])
+    host_bytes = optimizer.receipt().host_state_bytes
+    new = {}
+    for layer in model.layers:
+        for name, param in list(layer.named_parameters()):
+            new[param] = nn.Parameter(param.detach().clone())
+            setattr(layer, name, new[param])
+    group = optimizer.param_groups[0]
+    group["params"] = [new[param] for param in group["params"]]
+    for one in ((model, optimizer), (expected_model, expected)):
+        iterate(*one, range(4))
+        one[1].synchronize()
+    assert_same(model, optimizer, expected_model, expected)
+    assert optimizer.receipt().host_state_bytes == host_bytes
+    states = runtime_of(optimizer).places.states
+    assert set(states) == set(model.parameters())
+    assert [state.name for state in states.values()] == [name for name, _ in model.named_parameters()]
+
+
+def test_parameters_with_state_keep_it_when_they_leave_for_a_while():
+    """Nothing is lost that a step has made."""
+    model, optimizer = trained(2)
+    expected_model, expected = trained(2)
+    group = optimizer.param_groups[0]
+    params = list(group["params"])
+    optimizer.zero_grad()
+    group["params"] = params[:2]
+    state = dict(optimizer.state[params[0]])
+    optimizer.step()  # without gradients
+    group["params"] = params
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], state["exp_avg"])
+    for one in ((model, optimizer), (expected_model, expected)):
+        train(*one, range(2, 4))
+    assert_same_weights(model, expected_model)
