@@ -190,6 +190,7 @@ def test_a_checkpoint_is_loaded_to_the_host(tmp_path, monkeypatch):
 MADE = {
     "class": {"optimizer_cls_and_kwargs": (offstage.optim.AdamW, {"lr": 1e-2, **SMALL})},
     "class, in backward": {"optimizer_cls_and_kwargs": (offstage.optim.AdamW, {"lr": 1e-2, **B})},
+    "class, forward": {"optimizer_cls_and_kwargs": (offstage.optim.AdamW, {"lr": 1e-2, **FB})},
 }
 
 
@@ -198,8 +199,9 @@ MADE = {
 def test_a_class_of_ours(made, bound):
     """`Trainer` makes it; settings that need nothing of the loop work without an adapter."""
     named = MADE[made]
-    if not bound and "backward" in made:
-        with pytest.raises(offstage.OffstageError, match="update_in_backward=True"):
+    if not bound and made != "class":
+        missing = {"class, in backward": "update_in_backward=True", "class, forward": r"attach\(model\)"}[made]
+        with pytest.raises(offstage.OffstageError, match=missing):
             train(None, named=named)
         return
     trainer = hf.make_trainer(tempfile.mkdtemp(), max_grad_norm=MAX_NORM, named=named)

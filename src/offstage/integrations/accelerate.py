@@ -215,7 +215,7 @@ class Binding:
         assert accelerator is not None
         _refuse_scaler(accelerator, optimizer.config)
         model = self._model_of(optimizer)
-        if runtime_of(optimizer).model is None and model is not None and hasattr(optimizer, "attach"):
+        if model is not None and runtime_of(optimizer).model is None:
             optimizer.attach(model)
         self._made.add(optimizer)
 
