@@ -140,6 +140,8 @@ def test_loops_that_call_backward_themselves():
     """`loss.backward()` under `accelerator.accumulate()` counts as `accelerator.backward()` does."""
     got = Loop(FB, micro_batches=2).train((0, 6), scales=HITS_AND_MISSES, by_hand=True).done()
     assert_same(got, reference("off", micro_batches=2))
+    assert got.receipt.speculation_hits > 0
+    assert got.receipt.fallbacks == ()
 
 
 BY_HAND = {

@@ -41,10 +41,11 @@ def train(settings, folder=None, *, resume=None, keep=False, **options):
     if settings is not None:
         assert adapter.offload(trainer, **settings) is trainer
     trainer.train(resume_from_checkpoint=resume)
+    weights = hf.weights_of(trainer.model)  # at once: a receipt waits for all updates
     receipt = adapter.optimizer_of(trainer).receipt() if settings is not None else None
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
-    return Trained(hf.weights_of(trainer.model), hf.logged(trainer), receipt, trainer)
+    return Trained(weights, hf.logged(trainer), receipt, trainer)
 
 
 @functools.cache
@@ -311,6 +312,14 @@ def test_callbacks_of_transformers_do_not_wait(caplog):
     trainer = train(F, disable_tqdm=False).trainer
     assert "every step waits" not in caplog.text
     assert {type(one).__name__ for one in trainer.callback_handler.callbacks} >= {"ProgressCallback"}
+
+
+@pytest.mark.engine("transformers Trainer", "lazy lanes")
+@pytest.mark.parametrize("seed", [0, 1])
+def test_weights_are_new_when_training_has_ended(seed):
+    with lazily(seed):
+        got = train(FB)
+    assert_same(got, reference("off"))
 
 
 @pytest.mark.engine("transformers Trainer", "lazy lanes")
