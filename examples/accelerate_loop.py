@@ -30,7 +30,8 @@ class Run:
     def __init__(self, *, fast: bool) -> None:
         AcceleratorState._reset_state(reset_partial_state=False)  # this process has had another accelerator
         GradientState._reset_state()
-        self.accelerator = accelerate.Accelerator(gradient_accumulation_steps=MICRO_BATCHES)
+        on_cpu = not torch.accelerator.is_available()
+        self.accelerator = accelerate.Accelerator(gradient_accumulation_steps=MICRO_BATCHES, cpu=on_cpu)
         in_backward = self.accelerator.num_processes == 1  # DDP reduces gradients after backward has made them
         settings = {"overlap_forward": True, "update_in_backward": in_backward, "chunk_bytes": "128KiB"}
         settings = settings if fast else {"fraction": 0.0}
