@@ -91,6 +91,7 @@ OTHERS = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": (("use_reentrant", True),),
     },
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "another class": {"optim": "sgd", "optim_args": "momentum=0.9"},
     "no clipping": {"max_grad_norm": 0.0},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "bf16": True},
@@ -227,6 +228,20 @@ def test_an_optimizer_that_was_offloaded_by_hand(bound):
     other = hf.make_trainer(tempfile.mkdtemp(), model=off, named={"optimizers": (plain, None)})
     other.train()
     assert_same(Trained(hf.weights_of(model), hf.logged(trainer)), Trained(hf.weights_of(off), hf.logged(other)))
+
+
+def test_an_optimizer_and_a_schedule_of_the_user():
+    """Made before the trainer, and offloaded by it."""
+    runs = []
+    for settings in (OFF, FB):
+        model = hf.make_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: 0.5**number)
+        trainer = hf.make_trainer(tempfile.mkdtemp(), model=model, named={"optimizers": (optimizer, schedule)})
+        adapter.offload(trainer, **settings).train()
+        assert optimizer.param_groups[0]["lr"] == 1e-2 * 0.5**6
+        runs.append(Trained(hf.weights_of(model), hf.logged(trainer)))
+    assert_same(*runs)
 
 
 def test_a_second_training_and_a_second_model():
