@@ -200,11 +200,13 @@ class Places:
 
     def _forget_replaced(self, params: Collection[torch.Tensor]) -> None:
         """Parameters that left the groups and never had state: others took their place (accelerate shards so)."""
-        for param in [
-            p for p, state in self.states.items() if p not in params and not (state.present or state.scalars)
-        ]:
-            del self.states[param]
-            self.names.pop(param, None)
+        left = [param for param in self.states if param not in params]
+        if left:
+            self.settle("place: the weights are ready")  # an update that is under way makes state, too
+        for param in left:
+            if not (self.states[param].present or self.states[param].scalars):
+                del self.states[param]
+                self.names.pop(param, None)
 
     def _wanted(
         self, param: torch.Tensor, group: dict[str, Any], like: Places | None, with_state: Collection[torch.Tensor]
