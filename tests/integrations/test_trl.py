@@ -239,6 +239,63 @@ def test_the_whole_trainer_sleeps_while_another_model_generates(sleeps, monkeypa
     assert_same(*runs)
 
 
+class Colocated:
+    """Stands in for TRL's `VLLMGeneration` on one device, which needs a GPU: a copy of the model generates.
+
+    Its weights are gone after every generation, as at vLLM's sleep level 2.
+    """
+
+    mode, enable_sleep_mode, _llm_weights_sleeping = "colocate", True, True
+
+    def __init__(self, trainer):
+        self.trainer, self.engine, self.seen = trainer, hf.make_model(seed=7).eval(), []
+
+    def sync_weights(self):
+        self._look("sync")
+        for copied, param in zip(self.engine.parameters(), self.trainer.model.parameters(), strict=True):
+            copied.data.copy_(param.data)
+        self._llm_weights_sleeping = False
+
+    def generate(self, prompts, **_):
+        if self._llm_weights_sleeping:
+            self.sync_weights()
+        self._look("generate")
+        tokens = torch.tensor(prompts)
+        made = self.engine.generate(tokens, max_new_tokens=6, do_sample=True, pad_token_id=0)
+        self._llm_weights_sleeping = True
+        completions = made[:, tokens.shape[1] :].tolist()
+        return prompts, completions, [[[-1.0] for _ in one] for one in completions], None
+
+    def _look(self, what):
+        optimizer = accelerate_adapter.within(self.trainer.optimizer)
+        self.seen.append((what, offstage.asleep(optimizer), offstage.asleep(self.trainer.model)))
+
+
+def with_vllm(settings, *, sleeps=False, seed=None):
+    hf.reset()
+    trainer = grpo(tempfile.mkdtemp(), vllm_importance_sampling_correction=False)
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, Colocated(trainer), -1
+    with lazily(seed):
+        adapter.offload(trainer, sleep_while_generating=sleeps, **settings)
+        trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_weights_sleep_while_vllm_generates_on_the_same_device(seed):
+    """State leaves before the weights are copied to it, weights after that, and all is back for the next step."""
+    got, expected = with_vllm(FB, sleeps=True, seed=seed), with_vllm(OFF)
+    assert_same(got, expected)
+    assert got.vllm_generation.seen == [("sync", True, False), ("generate", True, True)] * STEPS
+    assert {what[1:] for what in expected.vllm_generation.seen} == {(False, False)}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_vllm_gets_new_weights(seed):
+    """It reads them outside any forward, with `overlap_forward` too."""
+    assert_same(with_vllm(F, seed=seed), with_vllm(OFF))
+
+
 # LoRA
 
 

@@ -46,7 +46,8 @@ def offload(
     """Offload the optimizer that `trainer` makes or was given, and return `trainer`. Before `trainer.train()`.
 
     `sleep_while_generating`: optimizer state, slots and gradients leave the device while the trainer generates (GRPO,
-    RLOO), and come back behind it. An optimizer that is offloaded already, such as one of `offstage.optim` that
+    RLOO), and come back behind it; with vLLM on the same device (`vllm_enable_sleep_mode`) the weights, too, when vLLM
+    has copied them. An optimizer that is offloaded already, such as one of `offstage.optim` that
     `optimizer_cls_and_kwargs` names, stays as it is if no settings are given here. `settings` are these fields of
     `OffloadConfig`:
     """
@@ -86,8 +87,10 @@ class _TrainerBinding:
         replaced.replace("_clip_grad_norm", self._clip_grad_norm)
         replaced.replace("_get_grad_norm", self._get_grad_norm)
         replaced.replace("_load_optimizer_and_scheduler", self._load_optimizer)
-        if sleeps:
-            replaced.replace("_generate", self._generate)
+        if _generates(trainer):
+            replaced.replace("_generate", self._generate if sleeps else self._generate_awake)
+        if sleeps and _shares_with_vllm(trainer):
+            Replaced(trainer.vllm_generation, _WHY).replace("generate", self._generate_by_vllm)
         Replaced(trainer.callback_handler, _WHY).replace("call_event", self._call_event)
         setattr(trainer, _BOUND, self)
 
@@ -185,6 +188,14 @@ class _TrainerBinding:
         with self._asleep():
             return found(*args, **kwargs)
 
+    def _generate_awake(self, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Another engine than the model itself gets its weights by reading them, not by a forward."""
+        trainer, optimizer = self._of(), self.optimizer
+        elsewhere = getattr(trainer, "use_vllm", False) or getattr(trainer, "rollout_func", None) is not None
+        if optimizer is not None and elsewhere:
+            optimizer.synchronize()
+        return found(*args, **kwargs)
+
     @contextlib.contextmanager
     def _asleep(self) -> Iterator[None]:
         """State, slots and gradients are off the device; weights stay, as they generate."""
@@ -194,6 +205,15 @@ class _TrainerBinding:
             return
         with offstage.sleep(trainer.model, optimizer, keep=("weights", "buffers")):
             yield
+
+    def _generate_by_vllm(self, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """vLLM has its own copy of the weights on this device: the trainer's leave, too, once they are copied."""
+        trainer = self._of()
+        assert trainer is not None
+        if trainer.vllm_generation._llm_weights_sleeping:  # otherwise it would copy them within
+            trainer.vllm_generation.sync_weights()
+        with offstage.sleep(trainer.model):
+            return found(*args, **kwargs)
 
 
 class _OnHost:
@@ -232,6 +252,17 @@ def _is_due(callback: Any, event: str, args: Any, state: Any) -> bool:
     return bool(state.global_step % args.ref_model_sync_steps == 0)
 
 
+def _generates(trainer: Any) -> bool:
+    """Whether it is one of TRL's trainers that generate."""
+    return callable(getattr(trainer, "_generate", None))
+
+
+def _shares_with_vllm(trainer: Any) -> bool:
+    """Whether vLLM generates on the trainer's device and gives its memory back in between."""
+    generation = getattr(trainer, "vllm_generation", None) if getattr(trainer, "use_vllm", False) else None
+    return generation is not None and generation.mode == "colocate" and bool(generation.enable_sleep_mode)
+
+
 def _refuse(trainer: Any, config: OffloadConfig | None, sleeps: bool) -> None:
     """Raise if this trainer's optimizer cannot be offloaded so."""
     if not isinstance(trainer, _package.Trainer):
@@ -242,7 +273,7 @@ def _refuse(trainer: Any, config: OffloadConfig | None, sleeps: bool) -> None:
         )
     if sleeps:
         require("trl", package="trl", at_least="1.16", below="2", why=f"sleep_while_generating=True of {_WHY}")
-    if sleeps and not callable(getattr(trainer, "_generate", None)):
+    if sleeps and not _generates(trainer):
         raise ConfigError(
             f"sleep_while_generating=True expects a trainer that generates, such as TRL's GRPOTrainer; found "
             f"{type(trainer).__name__}. Leave it out."
