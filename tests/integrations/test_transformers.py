@@ -18,7 +18,7 @@ from tests.support import hf
 from tests.support.hf import FB, OFF, SMALL, B, F
 from tests.support.training import lazily
 
-engine = pytest.mark.engine("transformers Trainer", "same bits")
+engine = pytest.mark.engine
 MODES = {"plain": SMALL, "forward": F, "backward": B, "both": FB, "weights on the host": {**FB, "weights": "host"}}
 MAX_NORM = 1.5
 """Of the first steps' norms some are larger and some are not."""
@@ -66,8 +66,7 @@ def assert_off_the_device(receipt):
     assert receipt.fallbacks == ()
 
 
-@engine
-@pytest.mark.engine("transformers Trainer", "accumulation", "clipping", "overlap_forward")
+@engine("transformers Trainer", "same bits", "accumulation", "clipping", "overlap_forward")
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bits_of_state_that_stays(mode, micro_batches):
@@ -77,7 +76,7 @@ def test_the_bits_of_state_that_stays(mode, micro_batches):
     assert_off_the_device(got.receipt)
 
 
-@engine
+@engine("transformers Trainer", "same bits")
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bits_of_trainer_without_us(mode):
     got = train({**MODES[mode], "rule": "torch"})
@@ -98,7 +97,7 @@ OTHERS = {
 }
 
 
-@engine
+@engine("transformers Trainer", "same bits")
 @pytest.mark.parametrize("options", OTHERS)
 def test_other_options_of_trainer(options):
     options = OTHERS[options]
@@ -110,7 +109,7 @@ def test_other_options_of_trainer(options):
     assert got.receipt.total_bytes_fetched > 0
 
 
-@pytest.mark.engine("transformers Trainer", "update in backward, clipped")
+@engine("transformers Trainer", "update in backward, clipped")
 def test_exact_clipping_hits_and_misses():
     receipt = train(FB).receipt
     norms = [row["grad_norm"] for row in reference("off").log[1:6]]
@@ -126,7 +125,7 @@ def test_a_norm_that_clips_nothing_costs_no_second_set(caplog):
     assert "grad_norm is not logged" in caplog.text
 
 
-@pytest.mark.engine("transformers Trainer", "activation offload")
+@engine("transformers Trainer", "activation offload")
 def test_activations_that_leave():
     expected = reference("off")
     trainer = hf.make_trainer(tempfile.mkdtemp(), max_grad_norm=MAX_NORM)
@@ -159,7 +158,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.engine("transformers Trainer", "save and resume")
+@engine("transformers Trainer", "save and resume")
 @pytest.mark.parametrize("case", RESUMED)
 def test_killed_and_resumed(case, tmp_path):
     kind, before, after = RESUMED[case]
@@ -305,7 +304,7 @@ def seen_by(callback, settings, seed=None):
     return got, torch.stack(callback.seen)
 
 
-@pytest.mark.engine("transformers Trainer", "lazy lanes")
+@engine("transformers Trainer", "lazy lanes")
 @pytest.mark.parametrize("mode", ["forward", "both"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_no_race_and_no_old_weight_on_lazy_lanes(seed, mode, caplog):
@@ -329,7 +328,7 @@ def test_callbacks_of_transformers_do_not_wait(caplog):
     assert {type(one).__name__ for one in trainer.callback_handler.callbacks} >= {"ProgressCallback"}
 
 
-@pytest.mark.engine("transformers Trainer", "lazy lanes")
+@engine("transformers Trainer", "lazy lanes")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_weights_are_new_when_training_has_ended(seed):
     with lazily(seed):
@@ -337,7 +336,7 @@ def test_weights_are_new_when_training_has_ended(seed):
     assert_same(got, reference("off"))
 
 
-@pytest.mark.engine("transformers Trainer", "lazy lanes")
+@engine("transformers Trainer", "lazy lanes")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_saving_and_the_best_model_on_lazy_lanes(seed, tmp_path):
     options = {"save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2, "eval_steps": 2}
@@ -445,7 +444,7 @@ class StopAt2(transformers.TrainerCallback):
         control.should_training_stop = True
 
 
-@pytest.mark.engine("transformers Trainer", "DDP", "save and resume")
+@engine("transformers Trainer", "DDP", "save and resume")
 def test_ddp(ranks, tmp_path):
     for found in ranks.run(2, on_ranks, "DDP", {"plain": SMALL, "forward": F}, str(tmp_path)):
         assert "Expected one rank or FSDP2" in found.pop("refused")
@@ -453,7 +452,7 @@ def test_ddp(ranks, tmp_path):
         assert {name: differs for name, differs in found.items() if differs} == {}
 
 
-@pytest.mark.engine("transformers Trainer", "FSDP2", "save and resume")
+@engine("transformers Trainer", "FSDP2", "save and resume")
 def test_fsdp2(ranks, tmp_path):
     for found in ranks.run(2, on_ranks, "FSDP2", {"plain": SMALL, "both": FB}, str(tmp_path)):
         assert found.pop("moved")

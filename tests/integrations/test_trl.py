@@ -21,6 +21,7 @@ from tests.support import hf
 from tests.support.hf import FB, OFF, SMALL, F
 from tests.support.training import lazily
 
+engine = pytest.mark.engine
 STEPS = 4
 MODES = {"plain": SMALL, "forward": F, "both": FB}
 
@@ -116,24 +117,31 @@ def assert_same(got, expected):
     assert hf.logged(got) == hf.logged(expected)
 
 
-def marked(*features):
-    cases = [pytest.param(kind, marks=pytest.mark.engine(f"TRL {kind}", *features)) for kind in TRAINERS]
-    return pytest.mark.parametrize("kind", cases)
+each_trainer = pytest.mark.parametrize("kind", TRAINERS)
 
 
-@marked("same bits", "clipping", "overlap_forward", "accumulation")
+@engine("TRL SFT", "same bits", "clipping", "overlap_forward", "accumulation")
+@engine("TRL DPO", "same bits", "clipping", "overlap_forward", "accumulation")
+@engine("TRL GRPO", "same bits", "clipping", "overlap_forward", "accumulation")
+@each_trainer
 @pytest.mark.parametrize("mode", MODES)
 def test_the_bits_of_state_that_stays(kind, mode):
     options = {"gradient_accumulation_steps": 2}
     assert_same(train(kind, MODES[mode], **options), reference(kind, "off", **options))
 
 
-@marked("same bits")
+@engine("TRL SFT", "same bits")
+@engine("TRL DPO", "same bits")
+@engine("TRL GRPO", "same bits")
+@each_trainer
 def test_the_bits_of_trl_without_us(kind):
     assert_same(train(kind, {**FB, "rule": "torch"}), reference(kind, "plain"))
 
 
-@marked("update in backward, clipped")
+@engine("TRL SFT", "update in backward, clipped")
+@engine("TRL DPO", "update in backward, clipped")
+@engine("TRL GRPO", "update in backward, clipped")
+@each_trainer
 def test_exact_clipping_hits_and_misses(kind):
     """A bound in the middle of the norms that come."""
     norms = sorted(row["grad_norm"] for row in hf.logged(reference(kind, "off", max_grad_norm=1e9)) if row)
@@ -145,13 +153,19 @@ def test_exact_clipping_hits_and_misses(kind):
     assert receipt.speculation_misses > 0
 
 
-@marked("lazy lanes")
+@engine("TRL SFT", "lazy lanes")
+@engine("TRL DPO", "lazy lanes")
+@engine("TRL GRPO", "lazy lanes")
+@each_trainer
 @pytest.mark.parametrize("seed", [0, 1])
 def test_no_race_on_lazy_lanes(kind, seed):
     assert_same(train(kind, FB, seed=seed), reference(kind, "off"))
 
 
-@marked("save and resume")
+@engine("TRL SFT", "save and resume")
+@engine("TRL DPO", "save and resume")
+@engine("TRL GRPO", "save and resume")
+@each_trainer
 def test_killed_and_resumed(kind, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     resumed = []
@@ -164,7 +178,10 @@ def test_killed_and_resumed(kind, tmp_path):
     assert_same(*resumed)
 
 
-@marked("overlap_forward", "lazy lanes")
+@engine("TRL SFT", "overlap_forward", "lazy lanes")
+@engine("TRL DPO", "overlap_forward", "lazy lanes")
+@engine("TRL GRPO", "overlap_forward", "lazy lanes")
+@each_trainer
 @pytest.mark.parametrize("seed", [None, 0])
 def test_a_head_of_its_own(kind, seed):
     """TRL's losses read the head's weight outside its forward; a generation runs that forward, without gradients."""
@@ -179,7 +196,7 @@ def test_a_head_of_its_own(kind, seed):
 # Weights that a callback reads
 
 
-@pytest.mark.engine("TRL DPO", "lazy lanes", "overlap_forward")
+@engine("TRL DPO", "lazy lanes", "overlap_forward")
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_reference_model_gets_new_weights(seed, caplog):
     """TRL's `SyncRefModelCallback` reads every weight after the steps that it names, and only then is waited for."""
@@ -195,7 +212,7 @@ def test_the_reference_model_gets_new_weights(seed, caplog):
 # Generation
 
 
-@pytest.mark.engine("TRL GRPO", "sleep and wake", "same bits")
+@engine("TRL GRPO", "sleep and wake", "same bits")
 @pytest.mark.parametrize("seed", [None, 0, 1])
 @pytest.mark.parametrize("mode", ["half", "both"])
 def test_state_sleeps_while_the_trainer_generates(mode, seed):
@@ -228,7 +245,7 @@ def rolled_out(engine, prompts, trainer):
     }
 
 
-@pytest.mark.engine("TRL GRPO", "sleep and wake")
+@engine("TRL GRPO", "sleep and wake")
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_the_whole_trainer_sleeps_while_another_model_generates(sleeps, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -307,7 +324,7 @@ def with_adapters(rank=8, dtype=torch.float32):
     return peft.get_peft_model(base, config)
 
 
-@pytest.mark.engine("PEFT LoRA", "same bits", "accumulation", "clipping", "overlap_forward")
+@engine("PEFT LoRA", "same bits", "accumulation", "clipping", "overlap_forward")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32 base", "bf16 base"])
 @pytest.mark.parametrize("mode", MODES)
 def test_lora(mode, dtype):
@@ -323,7 +340,7 @@ def test_lora(mode, dtype):
     assert state <= receipt.host_state_bytes / (2 if mode == "both" else 1) < 1.2 * state + 2**14
 
 
-@pytest.mark.engine("PEFT LoRA", "update in backward, clipped", "lazy lanes")
+@engine("PEFT LoRA", "update in backward, clipped", "lazy lanes")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_lora_on_lazy_lanes(seed):
     options = {"max_grad_norm": 0.05, "max_steps": 6}
@@ -333,7 +350,7 @@ def test_lora_on_lazy_lanes(seed):
     assert adapter.optimizer_of(runs[1]).receipt().speculation_misses > 0
 
 
-@pytest.mark.engine("PEFT LoRA", "save and resume")
+@engine("PEFT LoRA", "save and resume")
 def test_lora_killed_and_resumed(tmp_path):
     options = {"save_strategy": "steps", "save_steps": 2}
     whole = train("SFT", FB, model=with_adapters(), folder=tmp_path, **options)
