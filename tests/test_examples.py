@@ -16,11 +16,13 @@ SAYS = {
     "activations": "weights that differ from those of the run in which activations stayed: 0",
     "grpo": "elements that differ from the run with resident state: 0",
     "host_weights": "weights that differ from those of the run with all of them on the device: 0",
+    "lightning_loop": "weights that differ from those of the run that was never killed: 0",
     "minimal": "state",
     "overlap": "weights 0, average 0",
     "plan": "as planned at first: True; elements that differ from the plain run: 0",
     "rl_loop": "elements that differ from the run that never slept: 0",
     "rl_loop --second-process": "elements that differ from the run that never slept: 0",
+    "torchtitan_config": "weights that differ from those of the resident run: 0",
     "trainer": "elements that differ from the run with resident state: 0",
 }
 
