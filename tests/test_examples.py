@@ -12,7 +12,9 @@ ROOT = Path(__file__).parent.parent
 
 
 SAYS = {
+    "accelerate_loop": "elements that differ from the run that was not stopped: 0",
     "activations": "weights that differ from those of the run in which activations stayed: 0",
+    "grpo": "elements that differ from the run with resident state: 0",
     "host_weights": "weights that differ from those of the run with all of them on the device: 0",
     "lightning_loop": "weights that differ from those of the run that was never killed: 0",
     "megatron": "weights that differ from those of the run with all of it on the device: 0",
@@ -22,6 +24,7 @@ SAYS = {
     "rl_loop": "elements that differ from the run that never slept: 0",
     "rl_loop --second-process": "elements that differ from the run that never slept: 0",
     "torchtitan_config": "weights that differ from those of the resident run: 0",
+    "trainer": "elements that differ from the run with resident state: 0",
 }
 
 

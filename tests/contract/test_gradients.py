@@ -113,6 +113,23 @@ def test_clip_grad_norm(max_norm):
 # Accumulation
 
 
+def test_the_order_of_parameters_decides_the_last_bit_of_the_norm():
+    """Engines make groups with and without decay, and clip in the order of the model."""
+    found = {True: [], False: []}
+    for seed in range(20):
+        torch.manual_seed(seed)
+        params = [nn.Parameter(torch.zeros(37)) for _ in range(40)]
+        optimizer = offstage.offload(adamw([{"params": params[::2]}, {"params": params[1::2]}]), **SMALL)
+        for ordered in found:
+            for number, param in enumerate(params):
+                param.grad = torch.randn(37, generator=torch.Generator().manual_seed(100 * seed + number))
+            expected = torch.nn.utils.get_total_norm([param.grad for param in params])
+            norm = optimizer.clip_grad_norm_(1.0, order=params if ordered else None)
+            found[ordered].append(torch.equal(norm, expected))
+    assert all(found[True])
+    assert not all(found[False])
+
+
 def accumulate(model, optimizer, steps, micro_batches=3):
     for number in range(steps):
         optimizer.zero_grad()

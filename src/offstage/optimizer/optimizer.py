@@ -13,7 +13,7 @@ import logging
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, Unpack, cast
 
 import torch
@@ -167,15 +167,22 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @_in_turn
     @torch.no_grad()
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, group: torch.distributed.ProcessGroup | None = None
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        group: torch.distributed.ProcessGroup | None = None,
+        order: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over this optimizer's parameters, with the same bits, in every mode.
 
         Returns the norm before clipping. If it is not finite, the next `step()` changes nothing. Shards count over all
         ranks of their mesh, and parameters may be on several meshes; every rank must call. `group`: ranks that train
-        other parameters of the same model, such as the stages of a pipeline, whose gradients count too.
+        other parameters of the same model, such as the stages of a pipeline, whose gradients count too. `order`: the
+        parameters in the order in which torch's function would get them, which decides the norm's last bit; otherwise
+        that of `param_groups`.
         """
-        return self._runtime.clip_grad_norm_(max_norm, norm_type, group)
+        return self._runtime.clip_grad_norm_(max_norm, norm_type, group, order)
 
     # Where state is
 

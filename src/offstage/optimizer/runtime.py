@@ -390,7 +390,11 @@ class Runtime:
     # Clipping
 
     def clip_grad_norm_(
-        self, max_norm: float, norm_type: float, group: torch.distributed.ProcessGroup | None
+        self,
+        max_norm: float,
+        norm_type: float,
+        group: torch.distributed.ProcessGroup | None,
+        order: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """The norm of all gradients, and the gradients scaled by it, now or when it is known whether they must be."""
         self.check_awake("clip_grad_norm_()")
@@ -404,6 +408,9 @@ class Runtime:
             self._keep_or_revert(iteration.norm)
             iteration = self.iteration
         every_param = [p for one in self.groups for p in one["params"]]
+        if order is not None:
+            own = set(every_param)
+            every_param = list(dict.fromkeys([*(p for p in order if p in own), *every_param]))
         params = [p for p in every_param if p.grad is not None]
         for param in params:
             place_gradient(param)

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accelerate: `offload(accelerator, **settings)`, after which `accelerator.prepare(model, optimizer)` offloads.
+
+The optimizer is offloaded when `prepare` is done with it, so that its parameters and its model are the final ones:
+moved, wrapped by DDP, sharded by FSDP2, compiled. The rest of the loop stays as it is; the accelerator's own methods
+do what `update_in_backward` needs: `backward` runs under `accumulate()` unless gradients are final, and
+`clip_grad_norm_` is the optimizer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Unpack
+
+import torch
+
+import offstage
+from offstage import ConfigError, OffloadConfig, OffloadedOptimizer
+from offstage.config import OffloadSettings, documents
+from offstage.integrations.packages import require
+from offstage.integrations.replaced import Replaced
+from offstage.optimizer.optimizer import runtime_of
+
+_package = require(
+    "accelerate", package="accelerate", at_least="1.15", below="2", why="offstage.integrations.accelerate"
+)
+_optimizers = require(
+    "accelerate.optimizer", package="accelerate", at_least="1.15", below="2", why="offstage.integrations.accelerate"
+)
+
+_BOUND = "_offstage_binding"
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed owns the optimizer",
+    "MEGATRON_LM": "Megatron-LM owns the optimizer; use offstage.integrations.megatron there",
+    "XLA": "there is no accelerator whose memory torch manages",
+}
+
+
+@documents(OffloadConfig)
+def offload(accelerator: Any, config: OffloadConfig | None = None, **settings: Unpack[OffloadSettings]) -> Binding:
+    """Offload every optimizer that `accelerator` prepares, or has prepared already.
+
+    Before or after `accelerator.prepare(model, optimizer)`, once. An optimizer that is offloaded already stays as it is
+    if no settings are given here. `settings` are these fields of `OffloadConfig`:
+    """
+    given = config is not None or bool(settings)
+    return Binding(accelerator, OffloadConfig.build(config, settings), given=given)
+
+
+def bind(accelerator: Any) -> Binding:
+    """As `offload`, for optimizers that are offloaded already; it leaves all others alone."""
+    return Binding(accelerator, None, given=False)
+
+
+def optimizers_of(accelerator: Any) -> list[OffloadedOptimizer]:
+    """Those that `accelerator` has prepared and that are offloaded."""
+    found = (within(one) for one in accelerator._optimizers)
+    return [one for one in found if isinstance(one, OffloadedOptimizer)]
+
+
+def within(optimizer: Any) -> Any:
+    """What accelerate has wrapped."""
+    while isinstance(optimizer, _optimizers.AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class Binding:
+    """One accelerator whose optimizers are offloaded. `remove()` gives it its own methods back."""
+
+    def __init__(self, accelerator: Any, config: OffloadConfig | None, *, given: bool) -> None:
+        """`config`: for optimizers that are not offloaded yet. `given`: it is what the user asked for."""
+        _refuse(accelerator)
+        self._of = weakref.ref(accelerator)
+        self._config, self._given = config, given
+        self._made: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
+        self._preparing = 0
+        self.models: Callable[[], Iterable[torch.nn.Module]] = tuple
+        """Models that are not prepared by the accelerator, if its optimizers are for them."""
+        self._replaced = Replaced(accelerator, "offstage.integrations.accelerate")
+        self._replaced.replace("prepare", self._prepare)
+        self._replaced.replace("prepare_optimizer", self._prepare_optimizer)
+        self._replaced.replace("backward", self._backward)
+        self._replaced.replace("accumulate", self._accumulate)
+        self._replaced.replace("clip_grad_norm_", self._clip_grad_norm_)
+        self._replaced.replace("clip_grad_value_", self._clip_grad_value_)
+        self._replaced.replace("load_state", self._load_state)
+        setattr(accelerator, _BOUND, self)
+        try:
+            self._take()
+        except BaseException:
+            self.remove()
+            raise
+
+    @property
+    def optimizers(self) -> list[OffloadedOptimizer]:
+        """The offloaded ones, in the order in which they were prepared."""
+        accelerator = self._of()
+        return [] if accelerator is None else optimizers_of(accelerator)
+
+    def synchronize(self) -> None:
+        """As `OffloadedOptimizer.synchronize`: with `overlap_forward`, before weights are read outside a forward."""
+        for optimizer in self.optimizers:
+            optimizer.synchronize()
+
+    def remove(self) -> None:
+        """Give the accelerator its own methods back; what is offloaded stays so."""
+        self._replaced.restore()
+        accelerator = self._of()
+        if accelerator is not None:
+            delattr(accelerator, _BOUND)
+
+    # In place of the accelerator's methods
+
+    def _prepare(self, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._preparing += 1
+        try:
+            result = found(*args, **kwargs)
+        finally:
+            self._preparing -= 1
+        self._take()
+        return result
+
+    def _prepare_optimizer(
+        self, found: Callable[..., Any], optimizer: Any, device_placement: bool | None = None
+    ) -> Any:
+        """State that there is already must not go to the device, only to come back at once."""
+        ours = self._config is not None or isinstance(optimizer, OffloadedOptimizer)
+        made = found(optimizer, device_placement=False if ours else device_placement)
+        self._take()
+        return made
+
+    def _backward(self, found: Callable[..., Any], loss: Any, **kwargs: Any) -> Any:
+        with self._not_final():
+            return found(loss, **kwargs)
+
+    @contextlib.contextmanager
+    def _accumulate(self, found: Callable[..., Any], *models: Any) -> Iterator[None]:
+        """Also for loops that call `loss.backward()` themselves."""
+        with found(*models), self._not_final():
+            yield
+
+    @contextlib.contextmanager
+    def _not_final(self) -> Iterator[None]:
+        accelerator = self._of()
+        assert accelerator is not None
+        with contextlib.ExitStack() as accumulating:
+            if not accelerator.sync_gradients:
+                for optimizer in self.optimizers:
+                    accumulating.enter_context(optimizer.accumulate())
+            yield
+
+    def _clip_grad_norm_(
+        self, found: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        chosen = {one: _params_of(one) for one in self.optimizers if one.config.update_in_backward}
+        chosen = {one: params for one, params in chosen.items() if not params.isdisjoint(parameters)}
+        if not chosen:  # every gradient is there until step(): torch's own function is right
+            norm: torch.Tensor | None = found(parameters, max_norm, norm_type=norm_type)
+            return norm
+        given = {param for param in parameters if param.grad is not None}
+        optimizer, params = next(iter(chosen.items()))
+        if given != {param for param in params if param.grad is not None}:
+            raise ConfigError(
+                "With update_in_backward=True, clip_grad_norm_() expects the parameters of one optimizer, all of them; "
+                f"found {len(given)} parameters with gradients that are not those of one. Clip each optimizer's own, "
+                "or use update_in_backward=False."
+            )
+        return optimizer.clip_grad_norm_(max_norm, norm_type, order=parameters)
+
+    def _clip_grad_value_(self, found: Callable[..., Any], parameters: Any, clip_value: float) -> None:
+        if any(one.config.update_in_backward for one in self.optimizers):
+            raise ConfigError(
+                "clip_grad_value_() changes gradients before step(); with update_in_backward=True they are used in "
+                "backward. Expected clip_grad_norm_(). Use it, or update_in_backward=False."
+            )
+        found(parameters, clip_value)
+
+    def _load_state(self, found: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """On several devices accelerate would load all state to each of them; it lives on the host."""
+        if self.optimizers and kwargs.get("map_location") is None:
+            kwargs["map_location"] = "cpu"
+        found(*args, **kwargs)
+
+    # Optimizers
+
+    def _take(self) -> None:
+        """Offload what has been prepared, in its final form."""
+        accelerator = self._of()
+        if self._preparing or accelerator is None:
+            return
+        for wrapper in accelerator._optimizers:
+            inner = within(wrapper)
+            if isinstance(inner, OffloadedOptimizer):
+                self._take_offloaded(inner)
+            elif self._config is not None:
+                _refuse_scaler(accelerator, self._config)
+                made = offstage.offload(inner, self._model_of(inner), self._config)
+                self._made.add(made)
+                _put_within(wrapper, made)
+
+    def _take_offloaded(self, optimizer: OffloadedOptimizer) -> None:
+        if optimizer in self._made:
+            return
+        if self._given:
+            raise ConfigError(
+                "offstage.integrations.accelerate.offload() was given settings, and the optimizer is already offloaded "
+                "with its own; expected them in one place. Leave them out here, or give prepare() the optimizer of "
+                "torch.optim that it was made from."
+            )
+        accelerator = self._of()
+        assert accelerator is not None
+        _refuse_scaler(accelerator, optimizer.config)
+        model = self._model_of(optimizer)
+        if model is not None and runtime_of(optimizer).model is None:
+            optimizer.attach(model)
+        self._made.add(optimizer)
+
+    def _model_of(self, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+        """The prepared model that `optimizer` trains."""
+        accelerator = self._of()
+        assert accelerator is not None
+        params = _params_of(optimizer)
+        for model in (*accelerator._models, *self.models()):
+            if not params.isdisjoint(model.parameters()):
+                return model  # type: ignore[no-any-return]
+        return None
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _put_within(wrapper: Any, optimizer: OffloadedOptimizer) -> None:
+    """`wrapper` steps `optimizer` from now on, also where a GradScaler decides whether."""
+    while isinstance(wrapper.optimizer, _optimizers.AcceleratedOptimizer):
+        wrapper = wrapper.optimizer
+    wrapper.optimizer = optimizer
+    if wrapper.scaler is not None:
+        wrapper._optimizer_original_step_method = optimizer.step
+        wrapper._optimizer_patched_step_method = _optimizers.patch_optimizer_step(wrapper, optimizer.step)
+
+
+def _refuse(accelerator: Any) -> None:
+    """Raise if this accelerator's optimizers cannot be offloaded."""
+    if not isinstance(accelerator, _package.Accelerator):
+        raise ConfigError(
+            f"offstage.integrations.accelerate expects an accelerate.Accelerator; found {type(accelerator).__name__}."
+        )
+    if hasattr(accelerator, _BOUND):
+        raise ConfigError(
+            "This Accelerator was given to offstage.integrations.accelerate already; expected one call. Give all "
+            "settings in that one, or remove() its result first."
+        )
+    kind = accelerator.distributed_type.name
+    if kind in _REFUSED:
+        raise ConfigError(
+            "offstage.integrations.accelerate expects distributed_type NO, MULTI_GPU, MULTI_CPU or FSDP; found "
+            f"{kind}: {_REFUSED[kind]}. Use an Accelerator without it."
+        )
+    if kind == "FSDP" and not accelerator.is_fsdp2:
+        raise ConfigError(
+            "offstage.integrations.accelerate expects FSDP2; found fsdp_version=1, whose parameters are views into "
+            "flat ones. Use FullyShardedDataParallelPlugin(fsdp_version=2)."
+        )
+
+
+def _refuse_scaler(accelerator: Any, config: OffloadConfig) -> None:
+    if config.update_in_backward and accelerator.scaler is not None:
+        raise ConfigError(
+            "update_in_backward=True uses gradients as autograd makes them; with mixed_precision='fp16' a GradScaler "
+            "unscales them later. Expected no GradScaler. Use mixed_precision='bf16', or overlap_forward=True instead."
+        )
