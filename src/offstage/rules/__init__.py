@@ -9,7 +9,8 @@ from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
 from offstage.rules.adamw import AdamRule
 from offstage.rules.rule import Rule
-from offstage.rules.torch_rule import ELEMENTWISE, WHOLE, TorchRule, shell_of
+from offstage.rules.shell import shell_of
+from offstage.rules.torch_rule import ELEMENTWISE, WHOLE, TorchRule
 
 _REFUSED = {
     optim.LBFGS: "it evaluates the closure several times per step and keeps its history in one list",

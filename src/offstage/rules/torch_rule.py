@@ -8,7 +8,6 @@ hooks do not fire, because they belong to the outer step.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 from collections import defaultdict
@@ -23,6 +22,7 @@ from offstage.errors import ConfigError
 from offstage.lanes.host_threads import Slice
 from offstage.rules.denormals import flushes_denormals, run_flushing
 from offstage.rules.rule import MASTER_KEY, ParamUpdate, PieceUpdate, Rule, StateKey
+from offstage.rules.shell import run_step, shell_of
 from offstage.tensors import as_param, home_of
 
 Group = dict[str, Any]
@@ -146,11 +146,7 @@ class TorchRule(Rule):
         for piece, target in zip(pieces, targets, strict=True):
             number = piece.update.group_number
             groups.setdefault(number, _options(piece))["params"].append(target)
-        inner = shell_of(self._inner)  # one for each call: host and device update at the same time
-        inner.state, inner.param_groups = inner_state, list(groups.values())
-        # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
-        with _scalars_on_host():
-            self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
+        run_step(self._inner, list(groups.values()), inner_state)
         for piece, target in zip(pieces, targets, strict=True):
             self._collect(piece, target, inner_state[target])
 
@@ -222,22 +218,6 @@ class TorchRule(Rule):
             if counter is None:
                 counter = self._foreign[weight.device] = torch.zeros(1, dtype=torch.int64, device=weight.device)
             counter += foreign.sum()
-
-
-def _scalars_on_host() -> contextlib.AbstractContextManager[Any]:
-    """Most classes create `step` without a device: with `torch.set_default_device("cuda")` it would be on the GPU,
-    where every step then waits for it."""
-    is_set = torch.get_default_device().type != "cpu"
-    return torch.device("cpu") if is_set else contextlib.nullcontext()
-
-
-def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """An instance of the same class with the same settings, without parameters, state and hooks."""
-    inner = type(optimizer).__new__(type(optimizer))
-    inner.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not k.startswith("_optimizer_")})
-    inner.__dict__.pop("step", None)  # schedulers wrap the instance's step
-    inner.state, inner.param_groups = defaultdict(dict), []
-    return inner
 
 
 def _options(piece: PieceUpdate) -> Group:
