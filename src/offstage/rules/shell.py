@@ -31,7 +31,12 @@ def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:
     return inner
 
 
-def run_step(shell: optim.Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]) -> None:
+def run_step(
+    shell: optim.Optimizer,
+    groups: list[dict[str, Any]],
+    state: dict[Any, Any],
+    closure: Callable[[], Any] | None = None,
+) -> None:
     """What `shell`'s class does to the parameters of `groups` with `state`.
 
     Hooks do not run: they are the outer step's. Safe in several threads at once: each call has an instance of its own.
@@ -42,10 +47,18 @@ def run_step(shell: optim.Optimizer, groups: list[dict[str, Any]], state: dict[A
     if _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
         inner.__class__ = _without_hooks(type(inner))
     with _scalars_on_host(), torch.no_grad():
-        step(inner)
+        step(inner) if closure is None else step(inner, closure)
 
 
-def own_step(kind: type[optim.Optimizer]) -> Callable[[optim.Optimizer], Any]:
+def on_host(options: dict[str, Any]) -> dict[str, Any]:
+    """`options` without what only a device can do, for an update on the host."""
+    changed: dict[str, Any] = {"capturable": False} if options.get("capturable") else {}
+    if isinstance(options.get("lr"), torch.Tensor):
+        changed["lr"] = options["lr"].to("cpu")
+    return {**options, **changed}
+
+
+def own_step(kind: type[optim.Optimizer]) -> Callable[..., Any]:
     """The `step` of `kind` without the function around it that runs hooks."""
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED else step  # type: ignore[no-any-return]
@@ -56,8 +69,12 @@ def _without_hooks(kind: type[optim.Optimizer]) -> type[optim.Optimizer]:
     bases = [base for base in kind.__mro__[1:] if getattr(vars(base).get("step"), "__code__", None) is _HOOKED]
     if not bases:
         return kind
-    unhooked = [type(base)(base.__name__, (base,), {"step": own_step(base)}) for base in bases]
-    return type(kind)(kind.__name__, (kind, *unhooked), {})
+    unhooked = [types.new_class(base.__name__, (base,), {}, _with_step(own_step(base))) for base in bases]
+    return types.new_class(kind.__name__, (kind, *unhooked))
+
+
+def _with_step(step: Callable[..., Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda names: names.update(step=step)
 
 
 def _scalars_on_host() -> contextlib.AbstractContextManager[Any]:
