@@ -10,7 +10,7 @@ from offstage.errors import ConfigError
 from offstage.rules.adamw import AdamRule
 from offstage.rules.probed_rule import ProbedRule
 from offstage.rules.rule import Rule
-from offstage.rules.shell import shell_of
+from offstage.rules.shell import own_step, shell_of
 from offstage.rules.torch_rule import ELEMENTWISE, WHOLE, TorchRule
 
 _REFUSED = {
@@ -65,7 +65,10 @@ def _torch_class_of(optimizer: optim.Optimizer) -> type[optim.Optimizer] | None:
         if base in known:
             replaced = [name for name in vars(optimizer) if callable(vars(optimizer)[name]) and hasattr(base, name)]
             return base if set(replaced) <= {"step"} else None  # schedulers wrap the instance's step
-        if any(hasattr(optim.Optimizer, name) or _is_in_torch(base, name) for name in vars(base).keys() - _HARMLESS):
+        own = vars(base).keys() - _HARMLESS
+        if own_step(base) is own_step(base.__mro__[1]):  # torch puts hooks around the one that it inherits
+            own -= {"step"}
+        if any(hasattr(optim.Optimizer, name) or _is_in_torch(base, name) for name in own):
             return None
     return None
 

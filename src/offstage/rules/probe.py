@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ _LARGE, _TIMES = (128, 256), 128
 _CONSECUTIVE = 8
 _JUMPS = (99, 999, 1023, 9999, 100799)
 """Step counts are set to these. The step that follows has a number that many others divide."""
+_LAST_JUMP = 720719
+"""Before the last step, whose number all numbers up to 16 divide."""
 _OTHER_LR = 1e-2
 _LOSSES = (5.0, 0.1, 40.0)
 _NOT_CALLED = "it was called without a closure and without other arguments"
@@ -85,12 +88,17 @@ class Behaviour:
     """It uses the gradient's memory for numbers of its own."""
     asked: frozenset[str]
     """Attributes that it has looked for on parameters."""
+    with_closure: str | None = None
+    """What it does with a closure besides calling it first, as an offloaded optimizer does."""
 
 
 def probe(subject: Subject, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Behaviour:
     """What `subject` does with parameters of `dtype` on `device` and the options of `group`. Takes milliseconds."""
     with watched_randomness(subject.title, device) as check, torch.inference_mode(False), torch.no_grad():
-        return _Probe(subject, group, dtype, device).run(check)
+        try:
+            return _Probe(subject, group, dtype, device).run(check)
+        finally:
+            subject.restore_classes()
 
 
 def advance(
@@ -143,7 +151,7 @@ class _Probe:
     def run(self, check_randomness: Callable[[], None]) -> Behaviour:
         reference = self._reference()
         check_randomness()
-        self._subject.check_unchanged()
+        self._subject.check_classes()
         behaviour = self._describe(reference)
         kept = ~self._values.mask
         for shape, claim in ((_MATRIX, _WHOLE), (_BOX, _SHAPE)):
@@ -158,8 +166,8 @@ class _Probe:
         self._compare(_MANY, reference[:3], _LARGE, times=_TIMES)
         self._compare(_BESIDE, reference, _MATRIX, beside=True)
         self._check_without_gradient(reference)
-        self._check_closure(reference)
-        self._subject.check_unchanged()
+        behaviour = dataclasses.replace(behaviour, with_closure=self._with_closure(reference))
+        self._subject.check_classes()
         return behaviour
 
     # The run to compare with
@@ -184,8 +192,8 @@ class _Probe:
         if self._counts != Counts():
             for number in _JUMPS:
                 self._jumps += [number, None]
-        # At the last one other runs get extreme values.
-        found += [self._observed_step(run, step) for step in range(_CONSECUTIVE, len(self._jumps) + 1)]
+        self._jumps.append(_LAST_JUMP)
+        found += [self._observed_step(run, step) for step in range(_CONSECUTIVE, len(self._jumps))]
         self._check_effect(found)
         self._asked: frozenset[str] = frozenset(vars(run.param).get("_asked", ()))
         return found
@@ -305,7 +313,6 @@ class _Probe:
         return made
 
     def _refuse_failure(self, error: Exception) -> NoReturn:
-        self._subject.check_unchanged()
         refuse(self._title, f"its step() failed on a parameter of shape {_MATRIX}: {describe(error)}; {_NOT_CALLED}")
 
     def _mixed(self, values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -320,11 +327,14 @@ class _Probe:
         times: int = 1,
         mixed: bool = False,
     ) -> torch.Tensor:
-        is_last = step == len(self._jumps)
-        number = -1 if is_last else step
+        number = -1 if self._is_extreme(step) else step
         grad = self._values.grads[step]
         grad = self._mixed(grad, self._values.other_grads[number]) if mixed else grad
         return grad[part].repeat(times).view(shape)
+
+    def _is_extreme(self, step: int) -> bool:
+        """Whether mixed runs get extreme values: at the last step only, because nothing can be seen after it."""
+        return step >= _CONSECUTIVE and step == len(self._jumps) - 1
 
     def _rates(self, step: int, run: Run) -> list[float]:
         """The learning rates of the groups: the user's own and another in turn, never 0, which would hide all."""
@@ -335,7 +345,7 @@ class _Probe:
         return [rate * (3 if number + 1 < len(run.groups) else 1) for number in range(len(run.groups))]
 
     def _jump(self, run: Run, step: int) -> None:
-        if step < len(self._jumps) and (number := self._jumps[step]) is not None:
+        if (number := self._jumps[step]) is not None:
             run.jump(self._counts, number)
 
     def _step(self, run: Run, step: int, grads: dict[torch.Tensor, torch.Tensor | None]) -> None:
@@ -364,12 +374,12 @@ class _Probe:
             try:
                 self._step(run, step, {run.param: self._grad(step, part, shape, times=times, mixed=mixed)})
             except Exception as error:
-                if mixed and step == len(self._jumps):
+                if mixed and self._is_extreme(step):
                     return  # a class may refuse gradients that are not finite
                 refuse(self._title, f"its step() failed {claim.when}: {describe(error)}")
             difference = self._difference(expected, run.seen(), part, times, kept)
             if difference is not None:
-                extreme = mixed and step == len(self._jumps)
+                extreme = mixed and self._is_extreme(step)
                 when = "when other elements were not finite" if extreme else claim.when
                 refuse(self._title, f"its step() {claim.about}: {difference} {when}")
 
@@ -427,8 +437,8 @@ class _Probe:
                 if not same(after.group.get(name), reference[step].group.get(name)):
                     refuse(self._title, f"its step() changes {name!r} of the group only if there are gradients")
 
-    def _check_closure(self, reference: Sequence[Seen]) -> None:
-        """Raise if the class does more with a closure than to call it first, as an offloaded optimizer does."""
+    def _with_closure(self, reference: Sequence[Seen]) -> str | None:
+        """What the class does with a closure, if it is more than to call it first."""
         run, calls = self._new_run(_MATRIX), 0
         for step, loss in enumerate(_LOSSES):
             grad = self._grad(step)
@@ -442,11 +452,12 @@ class _Probe:
             try:
                 run.step({run.param: None}, self._rates(step, run), closure)
             except Exception:
-                return  # it takes none
+                return None  # it takes none, and what it would do with one cannot be expected
             if calls != step + 1:
-                refuse(self._title, f"its step() calls the closure {calls - step} times; expected once")
+                return f"calls the closure {calls - step} times in one step"
             if (difference := self._difference(reference[step], run.seen())) is not None:
-                refuse(self._title, f"its step() looks at the loss: {difference} when there was a closure")
+                return f"looks at the loss, or works before it calls the closure: {difference}"
+        return None
 
 
 def _has(found: Mapping[Any, Any], name: Any, value: Any) -> bool:

@@ -42,6 +42,7 @@ class ProbedRule(TorchRule):
         self._shared: frozenset[Any] = frozenset()
         self._scalar_kinds: dict[str, Scalar] = {}
         self._writes_grad = False
+        self._with_closure: str | None = None
         self._used_on_host = False
         self._refused_on_host: ConfigError | None = None
         for group in optimizer.param_groups:
@@ -89,6 +90,14 @@ class ProbedRule(TorchRule):
         for group, new in zip(groups, advanced, strict=True):
             group.update({name: new[name] for name in self._counters if name in new})
         own_state.update({key: shared[key] for key in self._shared if key in shared})
+
+    def check_closure(self) -> None:
+        if self._with_closure is not None:
+            raise ConfigError(
+                f"step(closure) of {self.title} {self._with_closure}; expected a class that calls the closure once, "
+                f"first, and does not look at the loss. Call the closure yourself and then step(), or use {self.title} "
+                "without offstage."
+            )
 
     def _counting_device(self) -> torch.device:
         devices = [device for _, device in self._kinds]
@@ -162,6 +171,7 @@ class ProbedRule(TorchRule):
         self._counters |= found.counters
         self._shared |= found.shared
         self._writes_grad |= found.writes_grad
+        self._with_closure = self._with_closure or found.with_closure
         regime, exact = self._key(group, dtype, device)  # without what it counts, which is known only now
         self._probed.setdefault(regime, {})[exact] = found
         return found

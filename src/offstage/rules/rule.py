@@ -323,6 +323,9 @@ class Rule(ABC):
     def stepped(self, groups: Sequence[dict[str, Any]], own_state: dict[Any, Any]) -> None:  # noqa: B027
         """A step has been made: advance what the class counts in its `groups` and in `own_state`."""
 
+    def check_closure(self) -> None:  # noqa: B027
+        """Raise if a step is another one when the closure is called before it, and not by the class itself."""
+
     def scalar(self, name: str, value: Any, device: torch.device) -> Any:
         """A loaded `value` as the class keeps `name`, on `device` if it is a tensor there."""
         if isinstance(value, torch.Tensor):

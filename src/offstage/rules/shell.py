@@ -36,8 +36,8 @@ def run_step(
     groups: list[dict[str, Any]],
     state: dict[Any, Any],
     closure: Callable[[], Any] | None = None,
-) -> None:
-    """What `shell`'s class does to the parameters of `groups` with `state`.
+) -> optim.Optimizer:
+    """What `shell`'s class does to the parameters of `groups` with `state`. Returns the instance that did it.
 
     Hooks do not run: they are the outer step's. Safe in several threads at once: each call has an instance of its own.
     """
@@ -48,6 +48,7 @@ def run_step(
         inner.__class__ = _without_hooks(type(inner))
     with _scalars_on_host(), torch.no_grad():
         step(inner) if closure is None else step(inner, closure)
+    return inner
 
 
 def on_host(options: dict[str, Any]) -> dict[str, Any]:

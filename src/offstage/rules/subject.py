@@ -72,9 +72,9 @@ class Subject:
                 )
         self._of_classes = [(one, dict(vars(one))) for one in self.kind.__mro__ if not _is_torchs(one)]
 
-    def check_unchanged(self) -> None:
-        """Raise if `step()` has written to the instance or to its class, and take that back."""
-        now = _watched(self.shell)
+    def check_instance(self, instance: optim.Optimizer) -> None:
+        """Raise if `step()` has written to the instance that it was called on."""
+        now = _watched(instance)
         different = [
             name
             for name in self._pristine.keys() | now.keys()
@@ -88,18 +88,27 @@ class Subject:
                 "and is in no state_dict()",
                 f"Keep it in a group or in the state of each parameter, or use {self.title} without offstage.",
             )
-        for one, before in self._of_classes:
-            for name, value in vars(one).items():
-                if name not in before or before[name] is not value:
-                    _take_back(one, name, before)
-                    refuse(self.title, f"its step() writes to the class: {one.__name__}.{name}")
 
+    def check_classes(self) -> None:
+        """Raise if `step()` has written to its class."""
+        if written := self._written():
+            refuse(self.title, f"its step() writes to the class: {written[0][0].__name__}.{written[0][1]}")
 
-def _take_back(kind: type, name: str, before: Mapping[str, Any]) -> None:
-    if name in before:
-        setattr(kind, name, before[name])
-    else:
-        delattr(kind, name)
+    def restore_classes(self) -> None:
+        """Take back what it has written there."""
+        for kind, name, before in self._written():
+            if name in before:
+                setattr(kind, name, before[name])
+            else:
+                delattr(kind, name)
+
+    def _written(self) -> list[tuple[type, str, dict[str, Any]]]:
+        return [
+            (kind, name, before)
+            for kind, before in self._of_classes
+            for name, value in vars(kind).items()
+            if name not in before or before[name] is not value
+        ]
 
 
 def _is_torchs(kind: type) -> bool:

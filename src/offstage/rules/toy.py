@@ -124,7 +124,7 @@ class Run:
             group["lr"] = torch.full_like(old, rate) if isinstance(old, torch.Tensor) else rate
         for param, grad in grads.items():
             param.grad = grad
-        run_step(self.subject.shell, self.groups, self.state, closure)
+        self.subject.check_instance(run_step(self.subject.shell, self.groups, self.state, closure))
 
     def seen(self) -> Seen:
         """What there is now; raises if some state is of no kind that can be kept elsewhere."""
