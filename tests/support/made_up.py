@@ -141,6 +141,14 @@ class LaterState(Base):
         super().update(p, grad, state, group)
 
 
+class Limited(Base):
+    """Made for so many steps, and fails after them."""
+
+    def update(self, p, grad, state, group):
+        state["step"] = state.get("step", 0) + 1
+        super().update(p, grad * torch.linspace(1, 0, 5000)[state["step"]], state, group)
+
+
 class MadeAtFirst(torch.optim.Adagrad):
     """State is made by the constructor."""
 
@@ -184,6 +192,7 @@ ELEMENTWISE = [
     InPlaceGradient,
     BoundMethod,
     LaterState,
+    Limited,
     MadeAtFirst,
     Scaled,
     LossScaled,

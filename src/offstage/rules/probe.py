@@ -15,6 +15,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ import torch
 from torch import nn, optim
 
 from offstage.errors import ConfigError
+from offstage.rules.behaviour import Behaviour, Scalar
 from offstage.rules.rule import StateKey
 from offstage.rules.shell import on_host, run_step
 from offstage.rules.subject import Subject, describe, different, refuse, same, watched_randomness
-from offstage.rules.toy import NOT_OPTIONS, NUMEL, Counts, Group, Run, Seen, Toy, Values, options_of
+from offstage.rules.toy import NUMEL, Counts, Group, Run, Seen, Toy, Values, options_of
 from offstage.tensors import number_in
 
 _MATRIX, _BOX, _LINE = (16, 16), (4, 4, 4, 4), (NUMEL,)
@@ -41,55 +43,6 @@ _LAST_JUMP = 720719
 _OTHER_LR = 1e-2
 _LOSSES = (5.0, 0.1, 40.0)
 _NOT_CALLED = "it was called without a closure and without other arguments"
-
-
-@dataclass(frozen=True)
-class Scalar:
-    """How a class keeps one number of a parameter: `kind` is `int`, `float` or `bool`, or the dtype of a tensor.
-
-    Some keep `None` where an option needs no number.
-    """
-
-    kind: type | torch.dtype
-    shape: tuple[int, ...] = ()
-    on_device: bool = False
-
-    @classmethod
-    def like(cls, value: Any, device: torch.device) -> Scalar:
-        if not isinstance(value, torch.Tensor):
-            return cls(type(value))
-        return cls(value.dtype, tuple(value.shape), value.device.type == device.type != "cpu")
-
-    def of(self, number: Any, device: torch.device) -> Any:
-        """`number`, in a tensor or not, as the class keeps it."""
-        if self.kind is type(None):
-            return None
-        if isinstance(self.kind, torch.dtype):
-            value = number if isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
-            return value.detach().to(device, self.kind, copy=True).reshape(self.shape)
-        return self.kind(number.item() if isinstance(number, torch.Tensor) else number)
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """What a class does with one set of options, on one device and in one dtype."""
-
-    elements: tuple[StateKey, ...]
-    """What it keeps for each element, in the order in which it appears."""
-    scalars: tuple[tuple[str, Scalar], ...]
-    """What it keeps once per parameter."""
-    first: frozenset[str]
-    """What of both there is after the first step."""
-    counters: frozenset[str]
-    """What it changes in its group at every step."""
-    shared: frozenset[Any]
-    """What it keeps in its state for all parameters together."""
-    writes_grad: bool
-    """It uses the gradient's memory for numbers of its own."""
-    asked: frozenset[str]
-    """Attributes that it has looked for on parameters."""
-    with_closure: str | None = None
-    """What it does with a closure besides calling it first, as an offloaded optimizer does."""
 
 
 def probe(subject: Subject, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Behaviour:
@@ -172,7 +125,28 @@ class _Probe:
 
     # The run to compare with
 
-    def _reference(self) -> list[Seen]:
+    def _reference(self, most: float = math.inf) -> list[Seen]:
+        """`most`: a step count at which the class has failed, as one that was made for so many steps does."""
+        run, found = self._first_steps()
+        self._counts = _counts(found[-2], found[-1])
+        self._jumps = [None] * _CONSECUTIVE
+        for jump in _JUMPS if self._counts != Counts() else ():
+            self._jumps += [jump, None] if jump < most else []
+        self._jumps.append(_LAST_JUMP if most > _LAST_JUMP else None)
+        for step in range(_CONSECUTIVE, len(self._jumps)):
+            try:
+                found.append(self._observed_step(run, step))
+            except ConfigError:
+                raise
+            except Exception as error:
+                if (number := self._jumps[step] or self._jumps[step - 1]) is None:
+                    self._refuse_failure(error)
+                return self._reference(number)
+        self._check_effect(found)
+        self._asked: frozenset[str] = frozenset(vars(run.param).get("_asked", ()))
+        return found
+
+    def _first_steps(self) -> tuple[Run, list[Seen]]:
         run = self._new_run(_MATRIX)
         found: list[Seen] = []
         try:
@@ -188,15 +162,7 @@ class _Probe:
             raise
         except Exception as error:
             self._refuse_failure(error)
-        self._counts = _counts(found[-2], found[-1])
-        if self._counts != Counts():
-            for number in _JUMPS:
-                self._jumps += [number, None]
-        self._jumps.append(_LAST_JUMP)
-        found += [self._observed_step(run, step) for step in range(_CONSECUTIVE, len(self._jumps))]
-        self._check_effect(found)
-        self._asked: frozenset[str] = frozenset(vars(run.param).get("_asked", ()))
-        return found
+        return run, found
 
     def _observed_step(self, run: Run, step: int) -> Seen:
         """One step, with a look at everything that it may write to."""
@@ -478,6 +444,3 @@ def _counts(before: Seen, after: Seen) -> Counts:
     return Counts(
         grown(before.scalars, after.scalars), grown(before.group, after.group), grown(before.shared, after.shared)
     )
-
-
-__all__ = ["NOT_OPTIONS", "Behaviour", "Scalar", "advance", "probe"]

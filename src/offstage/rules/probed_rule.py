@@ -16,10 +16,12 @@ from torch import nn, optim
 
 from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
-from offstage.rules.probe import NOT_OPTIONS, Behaviour, Scalar, advance, probe
+from offstage.rules.behaviour import Behaviour, Scalar
+from offstage.rules.probe import advance, probe
 from offstage.rules.rule import MASTER_KEY, PieceUpdate, StateKey
 from offstage.rules.subject import Subject, refuse
 from offstage.rules.torch_rule import Group, TorchRule, shaped
+from offstage.rules.toy import NOT_OPTIONS
 from offstage.tensors import home_of, local_of
 
 _CPU = torch.device("cpu")
