@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Classes that are not torch's: the same bits as the plain class, in every plan, mode and format."""
 
+import copy
+
 import lion_pytorch
 import pytest
 import pytorch_optimizer
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import offstage
@@ -27,6 +32,7 @@ from tests.support.contract import (
     loss_of,
     make_model,
     offloaded_model,
+    one_process_group,
     resumed,
     saved_and_loaded,
     train,
@@ -42,6 +48,7 @@ from tests.support.training import train as train_long
 CLASSES = {
     "lion_pytorch.Lion": (lion_pytorch.Lion, {"lr": 1e-3, "weight_decay": 0.1}),
     "AdamW that calls super": (made_up.Scaled, {"weight_decay": 0.1, "amsgrad": True}),
+    "AdamW that calls super, fused": (made_up.Scaled, {"fused": True}),
     "AdaBelief": (pytorch_optimizer.AdaBelief, {"weight_decay": 0.1}),
     "ADOPT": (pytorch_optimizer.ADOPT, {"lr": 1e-2}),
     "MADGRAD": (pytorch_optimizer.MADGRAD, {"weight_decay": 0.01}),
@@ -276,6 +283,33 @@ def test_state_of_another_class_is_refused():
     _, other = trained(2, maker("MADGRAD"), **SMALL)
     with pytest.raises(offstage.ConfigError, match=r"Load a checkpoint of the same optimizer class"):
         optimizer.load_state_dict(other.state_dict())
+
+
+def test_torchs_own_functions_for_distributed_checkpoints():
+    """They make a step with zero gradients on a fresh optimizer, and name state by parameter."""
+    for name in ("AdaBelief", "LaProp", "int step"):
+        plain_model, plain, model, optimizer = trained_twins(3, maker(name), **SMALL)
+        found = get_optimizer_state_dict(model, optimizer)
+        assert_same_tree(found["state"], get_optimizer_state_dict(plain_model, plain)["state"])
+        other_model, other = offloaded_model(maker(name), **SMALL)
+        other_model.load_state_dict(model.state_dict())
+        set_optimizer_state_dict(other_model, other, copy.deepcopy(found))
+        assert_same_future((model, optimizer), (other_model, other), range(3, 6))
+
+
+def test_shards():
+    """Each rank has the elements of its shards, which is enough for a class that treats each alone."""
+    plain_model = make_model()
+    plain = maker("lion_pytorch.Lion")(plain_model.parameters())
+    train(plain_model, plain, 4)
+    with one_process_group():
+        model = make_model()
+        fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        optimizer = offstage.offload(maker("lion_pytorch.Lion")(model.parameters()), model, **SMALL)
+        train(model, optimizer, 4)
+        for ours, theirs in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert same_bits(ours.to_local().detach(), theirs.detach())
+            assert isinstance(optimizer.state[ours]["exp_avg"], DTensor)
 
 
 # Options

@@ -88,7 +88,7 @@ class ProbedRule(TorchRule):
     def stepped(self, groups: Sequence[Group], own_state: dict[Any, Any]) -> None:
         if not self._counters and not self._shared:
             return
-        advanced, shared = advance(self._inner, groups, self.shared(own_state), self._counting_device())
+        advanced, shared = advance(self._inner, groups, self.shared(own_state), self._counting_device(groups))
         for group, new in zip(groups, advanced, strict=True):
             group.update({name: new[name] for name in self._counters if name in new})
         own_state.update({key: shared[key] for key in self._shared if key in shared})
@@ -101,9 +101,13 @@ class ProbedRule(TorchRule):
                 "without offstage."
             )
 
-    def _counting_device(self) -> torch.device:
-        devices = [device for _, device in self._kinds]
-        return devices[0] if self._refused_on_host is not None else _CPU
+    def _counting_device(self, groups: Sequence[Group]) -> torch.device:
+        """Where counting waits for nothing: on the host, unless the class cannot run there or has numbers elsewhere."""
+        tensors = [one for group in groups for one in group.values() if isinstance(one, torch.Tensor)]
+        devices = [one.device for one in tensors if one.device.type != "cpu"]
+        if self._refused_on_host is not None:
+            devices += [device for _, device in self._kinds]
+        return devices[0] if devices else _CPU
 
     # Updating
 

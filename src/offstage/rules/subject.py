@@ -25,7 +25,11 @@ from offstage.errors import ConfigError
 from offstage.rules.shell import shell_of
 
 _REMEDY = "Use it without offstage, or an optimizer that treats each element alone, such as AdamW."
-_NOT_WATCHED = ("state", "param_groups", "step")
+_NOT_WATCHED = (
+    *("state", "param_groups", "step"),
+    # What torch's own classes note: that they have looked at their options, or warned.
+    *("_need_device_dtype_check_for_fused", "_warned_capturable_if_run_uncaptured"),
+)
 _SHARED_TYPES = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -127,7 +131,6 @@ def _check_methods(kind: type[optim.Optimizer]) -> None:
         refuse(
             kind.__name__,
             f"it has a {overridden[0]}() of its own, which an offloaded optimizer would not call",
-            f"Remove it if torch's does as well, or use {kind.__name__} without offstage.",
         )
 
 
