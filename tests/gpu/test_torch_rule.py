@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every other class on the device, of `torch.optim` and made up: split into chunks, with the bits of running it whole."""
+"""Every other class on the device, torch's and made-up ones: split into chunks, with the bits of running it whole."""
 
 import pytest
 import torch
