@@ -33,7 +33,7 @@ class Scalar:
         if self.kind is type(None):
             return None
         if isinstance(self.kind, torch.dtype):
-            value = number if isinstance(number, torch.Tensor) else torch.tensor(number, device="cpu")
+            value = number if isinstance(number, torch.Tensor) else torch.tensor(number, dtype=self.kind, device="cpu")
             return value.detach().to(device, self.kind, copy=True).reshape(self.shape)
         return self.kind(number.item() if isinstance(number, torch.Tensor) else number)
 

@@ -413,7 +413,7 @@ class _Probe:
                 nonlocal calls
                 calls += 1
                 run.param.grad = grad
-                return torch.tensor(loss, device=self._device)
+                return torch.tensor(loss, dtype=torch.float32, device=self._device)
 
             try:
                 run.step({run.param: None}, self._rates(step, run), closure)

@@ -65,7 +65,8 @@ class Values:
             lambda: normal() * 30,
         ]
         others = [normal() * 10 ** uniform(0, 1.5 if narrow else 3) for _ in range(steps - 1)]
-        extreme = torch.tensor([float("nan"), float("inf"), float("-inf"), torch.finfo(dtype).max], device="cpu")
+        ends = [float("nan"), float("inf"), float("-inf"), torch.finfo(dtype).max]
+        extreme = torch.tensor(ends, dtype=torch.float64, device="cpu")
         return cls(
             weight=here(normal() * 10 ** uniform(-3, 0) * some.flip(0)),
             other_weight=here(normal() * 10),
