@@ -488,6 +488,23 @@ def test_settings_of_own_rules_are_refused(settings):
         offloaded_model(maker("lion_pytorch.Lion"), **SMALL, **settings)
 
 
+def test_a_tensor_lr_and_named_parameters(monkeypatch):
+    calls = counted(monkeypatch)
+    models = make_model(), make_model()
+    made = [pytorch_optimizer.Lion(one.named_parameters(), lr=torch.tensor(1e-3)) for one in models]
+    optimizer = offstage.offload(made[1], models[1], **SMALL, overlap_forward=True)
+    for number in range(6):
+        for model, one in ((models[0], made[0]), (models[1], optimizer)):
+            train(model, one, range(number, number + 1))
+            one.param_groups[0]["lr"].mul_(0.9)
+    optimizer.synchronize()
+    assert_same(models[1], optimizer, models[0], made[0])
+    assert len(calls) == 1
+    optimizer.param_groups[0]["lr"] = 1e-3
+    train(models[1], optimizer, range(6, 7))
+    assert len(calls) == 2
+
+
 def test_groups_count_without_gradients():
     """The plain class counts in groups none of whose parameters has a gradient, and in steps without any."""
     plain_model, plain, model, optimizer = trained_twins(2, maker("counts in its group"), **SMALL)

@@ -186,7 +186,7 @@ class ProbedRule(TorchRule):
         """What of `group` decides about behaviour, and its exact options."""
         names = sorted(name for name in group if name not in _NOT_PROBED and name not in self._counters)
         kinds = tuple((name, _regime(group[name])) for name in names)
-        return (dtype, device, kinds), tuple(_exact(group[name]) for name in names)
+        return (dtype, device, type(group.get("lr")), kinds), tuple(_exact(group[name]) for name in names)
 
     def _check_param(self, param: torch.Tensor, behaviour: Behaviour) -> None:
         """Raise if `param` has attributes that the class looks at: pieces of it do not have them."""
