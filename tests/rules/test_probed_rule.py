@@ -151,6 +151,7 @@ def train_clipped(model, optimizer, steps, max_norm):
 OVERLAP = {
     "forward": {"overlap_forward": True},
     "both": {"overlap_forward": True, "update_in_backward": True},
+    "weights on the host": {"overlap_forward": True, "weights": "host"},
     "both, on the host": {"overlap_forward": True, "update_in_backward": True, "update_on": "host"},
 }
 
