@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every other `torch.optim` class on the device: split into chunks, with the bits of running it whole."""
+"""Every other class on the device, torch's and made-up ones: split into chunks, with the bits of running it whole."""
 
 import pytest
 import torch
 
 import offstage
+from tests.support import made_up
 from tests.support.lives import end_step
 from tests.support.params import equal, make_params, result
 from tests.support.torch_classes import CASES as HOST_CASES
@@ -16,6 +17,8 @@ CASES = [
     (torch.optim.ASGD, {"lr": 0.1}),
     (torch.optim.AdamW, {"amsgrad": True}),
     (torch.optim.Adam, {"weight_decay": 0.1, "capturable": True}),
+    *((kind, {}) for kind in made_up.ELEMENTWISE if kind is not made_up.SharedCount),
+    (made_up.Scaled, {"fused": True}),
 ]
 SHAPES = [(257, 129), (64, 300), (1000, 33)]
 

@@ -507,7 +507,13 @@ class OwnOptimizer(torch.optim.Optimizer):
 
 
 class OwnAdamW(torch.optim.AdamW):
-    """Could do anything in its step: not the arithmetic that offstage knows."""
+    """Not the arithmetic that offstage knows."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            param.grad.div_(param.grad.norm() + 1)
+        return super().step(closure)
 
 
 class Paged(torch.optim.AdamW):
@@ -519,9 +525,9 @@ class Paged(torch.optim.AdamW):
     [
         (torch.optim.LBFGS, ["LBFGS", "closure several times", "another optimizer"]),
         (torch.optim.SparseAdam, ["SparseAdam", "sparse gradients", "another optimizer"]),
-        (OwnOptimizer, ["exactly one of these torch.optim classes", "AdamW", "OwnOptimizer", "Pass one of these"]),
-        (OwnAdamW, ["exactly one of these torch.optim classes", "AdamW", "OwnAdamW", "Pass one of these"]),
-        (Paged, ["Paged", "pages its own state already", "must not be offloaded twice"]),
+        (OwnOptimizer, ["OwnOptimizer", "changed no weight", "Use it without offstage"]),
+        (OwnAdamW, ["OwnAdamW", "looks at the whole parameter", "changed when", "Use it without offstage"]),
+        (Paged, ["Paged", "pages its own state between device and host already", "must not be offloaded twice"]),
         (
             lambda params: torch.optim.AdamW(params, differentiable=True),
             ["Parameter group 0", "differentiable=True", "Use differentiable=False"],

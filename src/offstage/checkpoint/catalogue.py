@@ -32,7 +32,7 @@ from offstage.checkpoint.readers import (
     without_sign,
 )
 from offstage.engine.snapshot import Snapshot
-from offstage.errors import ConfigError
+from offstage.errors import CheckpointError, ConfigError
 from offstage.memory.arena import ALIGN_BYTES, Arena
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.rules.rule import MASTER_KEY, MASTER_LOW_KEY, ParamState
@@ -297,6 +297,11 @@ def _add_optimizer(
     staging: Staging,
 ) -> None:
     runtime = runtime_of(optimizer)
+    if shared := runtime.rule.shared(runtime.own_state):
+        raise CheckpointError(
+            f"{runtime.rule.title} keeps {sorted(map(str, shared))} for all parameters together; expected state of "
+            "parameters, which is all that a checkpoint folder holds. Save optimizer.state_dict() with torch.save."
+        )
     for held in runtime.all_states():
         name = name_in(layouts, held)
         readers = state_readers(held, weights[name], staging)

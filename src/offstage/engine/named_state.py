@@ -202,7 +202,9 @@ def _local_value(state: ParamState, name: str, values: Mapping[str, Any]) -> tor
 
 def set_scalars(state: ParamState, values: Mapping[str, Any], group: dict[str, Any]) -> None:
     """Replace the numbers that are kept once per parameter."""
-    state.scalars = {name: _scalar(name, value, _scalar_device(state, name, group)) for name, value in values.items()}
+    state.scalars = {
+        name: state.rule.scalar(name, value, _scalar_device(state, name, group)) for name, value in values.items()
+    }
 
 
 def _scalar_device(state: ParamState, name: str, group: dict[str, Any]) -> torch.device:
@@ -235,13 +237,6 @@ def _shaped(state: ParamState, replacement: torch.Tensor | None, key: StateKey) 
 def _like(state: ParamState, key: StateKey) -> torch.Tensor:
     """A tensor whose memory order the key's flat line follows."""
     return state.local if key.shape is None else torch.empty(key.shape, dtype=key.dtype, device="meta")
-
-
-def _scalar(name: str, value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = local_of(value).detach().clone().to(device)
-    # Very old checkpoints hold a plain number.
-    return torch.as_tensor(value, dtype=torch.float32, device=device) if name == "step" else value
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -50,7 +50,8 @@ def check_saved_options(
 ) -> None:
     """Raise if groups of a checkpoint have options with which no optimizer of the class `kind` could be made.
 
-    The class's own constructor decides, on a parameter of one element. Options that it does not know are the user's.
+    The class's own constructor decides, on a parameter of one element; one that is not torch's is probed with these
+    options instead, when state is placed for them. Options that it does not know are the user's.
     """
     known = sorted(inspect.signature(kind).parameters.keys() & defaults.keys())
     for number, group in enumerate(groups):
@@ -59,6 +60,8 @@ def check_saved_options(
                 f"Saved parameter group {number} lacks {missing}; expected the options of {kind.__name__}, found "
                 f"{', '.join(sorted(map(str, group)))[:200]}. Load a checkpoint of the same optimizer class."
             )
+        if not kind.__module__.startswith("torch.optim"):
+            continue
         try:
             for name in known:
                 _check_kind(name, group[name], defaults[name])

@@ -78,6 +78,7 @@ class Iteration:
         self._groups: Groups = ()
         self._group_number: dict[torch.Tensor, int] = {}
         self._copies_lr = False
+        self._shared: dict[Any, Any] = {}
         self._options: dict[int, dict[str, Any]] = {}
         self._fixed: dict[int, dict[str, Any]] = {}
         """The options that updates in backward were made with, comparable without waiting for a device."""
@@ -90,9 +91,12 @@ class Iteration:
 
     # What it updates
 
-    def begin(self, groups: Groups, *, copies_lr: bool) -> None:
-        """Its first update is about to be made. `copies_lr`: lanes may read a tensor lr after it has changed."""
-        self._copies_lr, self.speculative = copies_lr, False
+    def begin(self, groups: Groups, *, copies_lr: bool, shared: dict[Any, Any]) -> None:
+        """Its first update is about to be made. `copies_lr`: lanes may read a tensor lr after it has changed.
+
+        `shared`: what the class keeps for all parameters together.
+        """
+        self._copies_lr, self.speculative, self._shared = copies_lr, False, shared
         self._unfinished.clear()  # of backwards that failed before they had updated anything
         self._options.clear()
         self.number_groups(groups)
@@ -121,6 +125,7 @@ class Iteration:
             grad=grad,
             left=left,
             iteration=self.number,
+            shared=self._shared,
             on_host=state.placement is Placement.HOST,
         )
 

@@ -134,6 +134,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._runtime.check_not_lost()
         loss = None
         if closure is not None:
+            self._runtime.rule.check_closure()
             with torch.enable_grad():  # and without the turn, which its backward takes in autograd's threads
                 loss = closure()
         with self._runtime.turn:

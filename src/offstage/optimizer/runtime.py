@@ -252,6 +252,7 @@ class Runtime:
                 self._run(updates)
         elif self.iteration.norm is not None:
             self.iteration.revert(drop_norm=True)
+        self.rule.stepped(self.groups, self.own_state)
 
     def _updates(self) -> list[ParamUpdate]:
         """Everything this step depends on, read and checked now; nothing of it has moved yet."""
@@ -266,7 +267,7 @@ class Runtime:
         ]
 
     def _begin(self) -> None:
-        self.iteration.begin(self.groups, copies_lr=self.config.overlaps)
+        self.iteration.begin(self.groups, copies_lr=self.config.overlaps, shared=self.rule.shared(self.own_state))
 
     def begin_in_backward(self) -> None:
         """The iteration's first update is about to be made, in backward."""

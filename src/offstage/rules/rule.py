@@ -206,6 +206,8 @@ class ParamUpdate:
     """Which step of the optimizer, counting those that were taken back."""
     on_host: bool = False
     """The CPU updates it."""
+    shared: dict[Any, Any] = field(default_factory=dict)
+    """What the class keeps for all parameters together, as it is before this step."""
     updated: int = 0
     """How many elements have been updated, or sent up; counted on the lane that does it."""
     scalars: dict[str, Any] = field(default_factory=dict)
@@ -315,6 +317,23 @@ class Rule(ABC):
     def next_step(self, state: ParamState) -> int:
         """The number of the update that comes next, where the rule itself needs it."""
         return 0
+
+    def shared(self, own_state: dict[Any, Any]) -> dict[Any, Any]:
+        """What of `own_state`, kept under keys that are not parameters, the class itself uses: a copy."""
+        return {}
+
+    def stepped(self, groups: Sequence[dict[str, Any]], own_state: dict[Any, Any]) -> None:  # noqa: B027
+        """A step has been made: advance what the class counts in its `groups` and in `own_state`."""
+
+    def check_closure(self) -> None:  # noqa: B027
+        """Raise if a step is another one when the closure is called before it, and not by the class itself."""
+
+    def scalar(self, name: str, value: Any, device: torch.device) -> Any:
+        """A loaded `value` as the class keeps `name`, on `device` if it is a tensor there."""
+        if isinstance(value, torch.Tensor):
+            value = local_of(value).detach().clone().to(device)
+        # Very old checkpoints hold a plain number.
+        return torch.as_tensor(value, dtype=torch.float32, device=device) if name == "step" else value
 
     def scalar_device(self, name: str, param: torch.Tensor, group: dict[str, Any]) -> torch.device:
         """Where the scalar `name` is kept."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TorchRule`: the user's own `torch.optim` class does the arithmetic, on pieces, with the bits of running it whole.
+"""`TorchRule`: the user's own class does the arithmetic, on pieces, with the bits of running it whole.
 
 The class's `step` runs on flat views of weight, gradient and state. Its scalars (`step`, `mu_product`, `eta`) are
 given as copies to every piece and kept once per parameter; state that torch has not created yet stays absent; step
@@ -8,7 +8,7 @@ hooks do not fire, because they belong to the outer step.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
 import threading
 from collections import defaultdict
@@ -23,6 +23,7 @@ from offstage.errors import ConfigError
 from offstage.lanes.host_threads import Slice
 from offstage.rules.denormals import flushes_denormals, run_flushing
 from offstage.rules.rule import MASTER_KEY, ParamUpdate, PieceUpdate, Rule, StateKey
+from offstage.rules.shell import on_host, run_step, shell_of
 from offstage.tensors import as_param, home_of
 
 Group = dict[str, Any]
@@ -81,17 +82,20 @@ _EVERY_NAME: dict[type[optim.Optimizer], tuple[str, ...]] = {
 
 
 class TorchRule(Rule):
-    """Any supported `torch.optim` class."""
+    """A class of `torch.optim`, or one that does the same."""
 
     threads_itself = True
 
-    def __init__(self, config: OffloadConfig, optimizer: optim.Optimizer) -> None:
+    def __init__(
+        self, config: OffloadConfig, optimizer: optim.Optimizer, kind: type[optim.Optimizer] | None = None
+    ) -> None:
+        """`kind`: the class whose arithmetic it has, if that is another than its own."""
         self._config = config
-        self._class = type(optimizer)
+        self._class = type(optimizer) if kind is None else kind
         self.title, self.whole = self._class.__name__, self._class in WHOLE
         self._inner = shell_of(optimizer)
-        self.names = frozenset({MASTER_KEY, *_EVERY_NAME[self._class]})
-        self.scalars = frozenset(SCALARS.get(self._class, ("step",)))
+        self.names = frozenset({MASTER_KEY, *_EVERY_NAME.get(self._class, ())})
+        self.scalars = frozenset(SCALARS.get(self._class, ("step",) if self._class in _EVERY_NAME else ()))
         self.counts_from = 0.0 if self._class in (optim.Adam, optim.AdamW) else None
         self._foreign: dict[torch.device, torch.Tensor] = {}
         self._foreign_before: dict[torch.device, torch.Tensor] = {}
@@ -104,24 +108,31 @@ class TorchRule(Rule):
         return self._found
 
     def keys(self, param: torch.Tensor, group: Group) -> tuple[StateKey, ...]:
-        kind = self._config.master_weights
-        master = param.dtype in (torch.bfloat16, torch.float16) and kind != "none"
-        if master and kind == "split":
+        master = self.has_master(param)
+        if master and self._config.master_weights == "split":
             raise ConfigError(
                 f"master_weights='split' keeps a bit in Adam's exp_avg_sq and works with Adam and AdamW; found "
                 f"{self._class.__name__}. Use master_weights='fp32'."
             )
         dtype = torch.float32 if master else param.dtype
         masters = (StateKey(MASTER_KEY, torch.float32),) if master else ()
+        return (*masters, *self.own_keys(param, group, dtype))
+
+    def has_master(self, param: torch.Tensor) -> bool:
+        """Whether the class runs on an fp32 master of `param`."""
+        return param.dtype in (torch.bfloat16, torch.float16) and self._config.master_weights != "none"
+
+    def own_keys(self, param: torch.Tensor, group: Group, dtype: torch.dtype) -> tuple[StateKey, ...]:
+        """What the class itself keeps for `param`, or for its master, which is of `dtype`."""
         if self._class in ELEMENTWISE:
-            return (*masters, *(StateKey(name, dtype) for name in ELEMENTWISE[self._class](group)))
+            return tuple(StateKey(name, dtype) for name in ELEMENTWISE[self._class](group))
         if self._class is optim.Muon:
-            return (*masters, StateKey("momentum_buffer", dtype))
+            return (StateKey("momentum_buffer", dtype),)
         if param.dim() > 1:
             rows, columns = list(param.shape), list(param.shape)
             rows[-1], columns[-2] = 1, 1
-            return (*masters, StateKey("row_var", dtype, tuple(rows)), StateKey("col_var", dtype, tuple(columns)))
-        return (*masters, StateKey("variance", dtype))
+            return StateKey("row_var", dtype, tuple(rows)), StateKey("col_var", dtype, tuple(columns))
+        return (StateKey("variance", dtype),)
 
     def required(self, param: torch.Tensor, group: Group) -> frozenset[str]:
         if self._class in _ONE_BY_ONE:
@@ -142,18 +153,14 @@ class TorchRule(Rule):
 
     def update(self, pieces: Sequence[PieceUpdate]) -> None:
         groups: dict[int, Group] = {}
-        inner_state: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+        inner_state: defaultdict[Any, Any] = defaultdict(dict, copy.deepcopy(pieces[0].update.shared))
         targets = [self._prepare(piece, inner_state) for piece in pieces]
         for piece, target in zip(pieces, targets, strict=True):
             number = piece.update.group_number
-            groups.setdefault(number, _options(piece))["params"].append(target)
-        inner = shell_of(self._inner)  # one for each call: host and device update at the same time
-        inner.state, inner.param_groups = inner_state, list(groups.values())
-        # `step` of every optimizer class is wrapped to run hooks; the class's own function is underneath.
-        with _scalars_on_host():
-            self._class.step.__wrapped__(inner)  # type: ignore[attr-defined]
+            groups.setdefault(number, self.options(piece))["params"].append(target)
+        run_step(self._inner, list(groups.values()), inner_state)
         for piece, target in zip(pieces, targets, strict=True):
-            self._collect(piece, target, inner_state[target])
+            self.collect(piece, target, inner_state[target])
 
     def slices(self, pieces: Sequence[PieceUpdate]) -> list[Slice]:
         # torch has threads of its own for the elements of a tensor.
@@ -184,23 +191,37 @@ class TorchRule(Rule):
             master = piece.state[MASTER_KEY]
             self._refresh(master, weight, piece)
             weight = master
-        target = _shaped(piece, weight.detach())
-        target.grad = _shaped(piece, grad.to(target.dtype))
+        target = self.target_of(piece, shaped(piece, weight.detach()))
+        target.grad = shaped(piece, self.gradient_for(target, grad))
         for key in update.of.keys:
             if key.name in update.of.present and key.name != MASTER_KEY:
-                inner_state[target][key.name] = _shaped(piece, piece.state[key.name], key)
+                inner_state[target][key.name] = shaped(piece, piece.state[key.name], key)
         for name, value in update.of.scalars.items():
             inner_state[target][name] = value.clone() if isinstance(value, torch.Tensor) else value
         return target
 
-    def _collect(self, piece: PieceUpdate, target: torch.Tensor, result: dict[str, Any]) -> None:
+    def target_of(self, piece: PieceUpdate, tensor: torch.Tensor) -> torch.Tensor:
+        """What the class takes for a parameter, in the memory of `tensor`."""
+        return tensor
+
+    def gradient_for(self, target: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient of `target`, flat."""
+        return grad.to(target.dtype)
+
+    def options(self, piece: PieceUpdate) -> Group:
+        """The group's hyperparameters for the class; on the host, without what only a device can do."""
+        group: Group = {**piece.update.group, "params": []}
+        return group if piece.host_copies is None else on_host(group)
+
+    def collect(self, piece: PieceUpdate, target: torch.Tensor, result: dict[str, Any]) -> None:
+        """Keep what the class has made of the state of `target`, which stands for `piece`."""
         update = piece.update
         names = {key.name for key in update.of.keys}
         for key in update.of.keys:
             kept = result.get(key.name)
             if kept is None:
                 continue
-            place = _shaped(piece, piece.state[key.name], key)
+            place = shaped(piece, piece.state[key.name], key)
             if kept.data_ptr() != place.data_ptr():  # created by this step
                 place.copy_(kept)
         masters = {MASTER_KEY} & piece.state.keys()
@@ -225,34 +246,7 @@ class TorchRule(Rule):
             counter += foreign.sum()
 
 
-def _scalars_on_host() -> contextlib.AbstractContextManager[Any]:
-    """Most classes create `step` without a device: with `torch.set_default_device("cuda")` it would be on the GPU,
-    where every step then waits for it."""
-    is_set = torch.get_default_device().type != "cpu"
-    return torch.device("cpu") if is_set else contextlib.nullcontext()
-
-
-def shell_of(optimizer: optim.Optimizer) -> optim.Optimizer:
-    """An instance of the same class with the same settings, without parameters, state and hooks."""
-    inner = type(optimizer).__new__(type(optimizer))
-    inner.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not k.startswith("_optimizer_")})
-    inner.__dict__.pop("step", None)  # schedulers wrap the instance's step
-    inner.state, inner.param_groups = defaultdict(dict), []
-    return inner
-
-
-def _options(piece: PieceUpdate) -> Group:
-    """The group's hyperparameters for the inner optimizer; on the host, without what only a device can do."""
-    group: Group = {**piece.update.group, "params": []}
-    if piece.host_copies is not None:
-        if group.get("capturable"):
-            group["capturable"] = False
-        if isinstance(group.get("lr"), torch.Tensor):
-            group["lr"] = group["lr"].to("cpu")
-    return group
-
-
-def _shaped(piece: PieceUpdate, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:
+def shaped(piece: PieceUpdate, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:
     """`flat` as the inner optimizer should see it: a whole parameter in its own shape, a piece flat."""
     param = piece.update.of.local
     if key is not None and key.shape is not None:
