@@ -343,3 +343,43 @@ def test_the_example_runs_under_torchrun(tmp_path):
     assert "elements that differ between going on and resuming: 0" in found.stdout
     assert "clipping is active too often" not in found.stdout
     assert list(tmp_path.glob("offstage-fsdp2-*")) == []
+
+
+class Trunk(nn.Module):
+    """The root's own layer stands between layers that are sharded one by one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.own, self.last = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.own(torch.tanh(self.first(x)))))
+
+
+def thawed(**settings):
+    model = Trunk()
+    model.first.requires_grad_(False)
+    for layer in (model.first, model.last):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = offstage.offload(torch.optim.AdamW(model.parameters(), lr=1e-2), model, **settings)
+    for number in range(6):
+        if number == 3:
+            model.first.requires_grad_(True)
+        model(torch.randn(4, 64, generator=torch.Generator().manual_seed(number))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.full_tensor().detach().clone() for param in model.parameters()]
+
+
+def thawed_in_every_mode():
+    expected = thawed(fraction=0.0)
+    modes = ({}, {"update_in_backward": True}, {"window": "all"})
+    found = [thawed(min_bytes=0, chunk_bytes="16KiB", **mode) for mode in modes]
+    return [all(map(torch.equal, one, expected)) for one in found]
+
+
+def test_layers_thawed_on_the_way(ranks):
+    """Room for their state is made in backward, which still needs the weights that were gathered."""
+    assert ranks.run(2, thawed_in_every_mode) == [[True] * 3] * 2

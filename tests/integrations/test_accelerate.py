@@ -327,6 +327,8 @@ def test_another_version(module, found, match, monkeypatch):
             raise importlib.metadata.PackageNotFoundError(package)
         return found
 
+    if found is None:
+        monkeypatch.setitem(sys.modules, module, None)  # neither installed nor on the path
     monkeypatch.setattr("offstage.integrations.packages.version", version)
     monkeypatch.delitem(sys.modules, f"offstage.integrations.{module}", raising=False)
     with refused(f"offstage.integrations.{module} expects .*{module}.*{match}.*pip install '{module}>="):

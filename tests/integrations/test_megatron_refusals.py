@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from typing import Any
@@ -143,5 +144,12 @@ def test_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
         raise PackageNotFoundError(package)
 
     monkeypatch.setattr(packages, "version", version)
+    optimizer = make("bf16").optimizer
+    offload(optimizer)  # a checkout on the path has no metadata and says its version itself
+    optimizer = make("bf16").optimizer
+    monkeypatch.setattr("megatron.core.__version__", "0.18.0")
+    with pytest.raises(ValueError, match=r"found 0\.18\.0"):
+        offload(optimizer)
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ValueError, match="expects the package megatron-core; found none"):
-        offload(make("bf16").optimizer)
+        offload(optimizer)

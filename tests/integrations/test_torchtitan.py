@@ -258,6 +258,8 @@ def test_sizes_with_several_optimizers(name):
 def test_another_version(found, monkeypatch):
     monkeypatch.delitem(sys.modules, "offstage.integrations.torchtitan")
     error = packages.PackageNotFoundError("torchtitan") if found is None else None
+    if found is None:
+        monkeypatch.setitem(sys.modules, "torchtitan.components.optimizer", None)
     with (
         mock.patch.object(packages, "version", return_value=found, side_effect=error),
         pytest.raises(ConfigError, match=rf"torchtitan .*found {found or 'none'}.*pip install 'torchtitan>=0.3,<0.4'"),

@@ -127,6 +127,18 @@ def test_a_value_that_is_assigned_is_kept_and_the_others_stay(kind, name):
         assert all(torch.equal(values[key], before[key]) for key in before.keys() - {name})
 
 
+@pytest.mark.parametrize("mode", [{}, {"overlap_forward": True}], ids=["in step", "in forward"])
+def test_a_view_from_before_the_first_step(mode):
+    """The step is under way when a value is assigned: what it makes of the others stays."""
+    model = make_model()
+    optimizer = offstage.offload(adamw(model.parameters()), model, **SMALL, **mode)
+    view = optimizer.state[model[0].weight]
+    train(model, optimizer, 1)
+    view["exp_avg"] = torch.ones_like(model[0].weight)
+    assert float(view["step"]) == 1
+    assert view["exp_avg_sq"].any()
+
+
 def test_one_value_is_one_copy(monkeypatch):
     """Engines move every tensor of the state through such assignments."""
     model, optimizer = made("our rule")

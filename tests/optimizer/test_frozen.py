@@ -2,7 +2,9 @@
 """Parameters that are frozen, for a while or for ever, and parameters that others took the place of."""
 
 import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -264,3 +266,123 @@ def test_parameters_with_state_keep_it_when_they_leave_for_a_while(mode, steps):
         train(*one, range(2, 4))
     optimizer.synchronize()
     assert_same_weights(model, expected_model)
+
+
+def test_replaced_parameters_are_let_go():
+    """A model that was sharded must not be held whole beside its shards."""
+    for settings in (SMALL, {**SMALL, **MODES["in forward"]}, {**SMALL, **MODES["in backward"]}):
+        model = Blocks()
+        optimizer = offstage.offload(adamw(model.parameters()), model, **settings)
+        old = [weakref.ref(param) for param in model.parameters()]
+        for layer in model.layers:
+            for name, param in list(layer.named_parameters()):
+                setattr(layer, name, nn.Parameter(param.detach().clone()))
+        optimizer.param_groups[0]["params"] = list(model.parameters())
+        del param
+        iterate(model, optimizer, range(2))
+        gc.collect()
+        assert [one() for one in old] == [None] * len(old)
+
+
+def test_parameters_without_names_get_different_ones():
+    optimizer = offstage.offload(adamw([nn.Parameter(torch.ones(64, 64)) for _ in range(3)]), **SMALL)
+    group = optimizer.param_groups[0]
+    group["params"] = [*group["params"][1:], nn.Parameter(torch.ones(64, 64))]
+    names = [size.name for size in optimizer.plan.sizes]
+    assert len(set(names)) == 3
+
+
+# Trained one after the other
+
+
+def head_first():
+    """A small head on top of large layers that are frozen at first."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+    model[:2].requires_grad_(False)
+    return model
+
+
+def test_a_small_head_first():
+    """What is trained now stays resident, and that is said; later layers leave."""
+    model = head_first()
+    optimizer = offstage.offload(adamw(model.parameters()), model, min_bytes="16KiB")
+    assert any("nothing leaves the device" in text for text in optimizer.receipt().fallbacks)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    model[0].requires_grad_(True)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    assert optimizer.receipt().bytes_fetched > 0
+    assert not optimizer.receipt().fallbacks
+    with pytest.raises(offstage.OffloadIneffectiveError, match="min_bytes"):  # nothing else can ever leave
+        offstage.offload(adamw(head_first()[2].parameters()), min_bytes="16KiB")
+
+
+def test_a_small_head_on_weights_that_leave():
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(64, 64) for _ in range(3)]), "head": nn.Linear(64, 4)})
+    model["layers"].requires_grad_(False)
+    optimizer = offstage.offload(adamw(model.parameters()), model, weights="host", min_bytes="4KiB")
+    assert optimizer.receipt().host_weight_bytes > 0
+
+
+def test_a_budget_that_earlier_layers_have_filled_says_what_helps():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(3)))
+    model[:2].requires_grad_(False)
+    optimizer = offstage.offload(adamw(model.parameters()), model, device_budget="1200KiB", chunk_bytes="64KiB")
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 256)).sum().backward()
+        optimizer.step()
+
+    step()
+    model[1].requires_grad_(True)
+    step()
+    model[0].requires_grad_(True)
+    with pytest.raises(offstage.ConfigError, match=r"Or call replan\(\) with the same settings"):
+        step()
+    optimizer.replan(device_budget="1200KiB")
+    step()
+
+
+@pytest.mark.parametrize("clip", [None, 0.05, 1e4])
+def test_a_gradient_of_a_frozen_parameter_after_updates_in_backward(clip):
+    """It is updated in step(); what backward has updated stays."""
+    plain_model, plain, model, optimizer = twins("in backward")
+
+    def assign(model):
+        model.layers[0].weight.grad = torch.full_like(model.layers[0].weight, 0.1)
+
+    for one in ((plain_model, plain), (model, optimizer)):
+        iterate(*one, range(4), clip=clip)
+        iterate(*one, range(4, 6), between=assign)
+    optimizer.synchronize()
+    assert_same(model, optimizer, plain_model, plain)
+
+
+def test_state_dict_asleep_after_a_thaw():
+    _, _, model, optimizer = twins("in step")
+    iterate(model, optimizer, range(2))
+    with offstage.sleep(model, optimizer):
+        freeze(model, 1, trains=True)
+        assert len(optimizer.state_dict()["state"]) == 2
+
+
+def test_state_of_whole_parameters_in_a_folder(tmp_path):
+    """Adafactor's has shapes of its own."""
+    model, other = Blocks(), Blocks()
+    source = offstage.offload(torch.optim.Adafactor(model.parameters()), model, **SMALL)
+    iterate(model, source, range(2))
+    checkpoint.save(tmp_path / "folder", model, source)
+    freeze(other, 0)
+    target = offstage.offload(torch.optim.Adafactor(other.parameters()), other, **SMALL)
+    checkpoint.load(tmp_path / "folder", other, target)
+    assert_same(other, target, model, source)
+
+
+def test_a_refused_assignment_makes_no_room():
+    _, _, model, optimizer = twins("in step")
+    before = optimizer.receipt().host_state_bytes
+    with pytest.raises(offstage.ConfigError, match=r"keeps \['exp_avg', 'exp_avg_sq', 'step'\]"):
+        optimizer.state[model.layers[0].weight]["nonsense"] = 1
+    assert optimizer.receipt().host_state_bytes == before

@@ -182,6 +182,7 @@ class _Load:
         self._before: list[dict[str, Any]] = []
         self._with_state: list[torch.Tensor] = []
         """Parameters for which state was saved."""
+        self._group_of = {} if optimizer is None else runtime_of(optimizer).group_of()
         self.is_loaded = False
         if optimizer is not None:
             runtime_of(optimizer).follow_groups()
@@ -273,7 +274,8 @@ class _Load:
         return f"{OPTIM}.state.{self._layouts.saved_names(name)[0]}.{key}"
 
     def _parts(self, held: ParamState, name: str, key: str) -> list[Part]:
-        shaped = next((one.shape for one in held.keys if one.name == key and one.shape is not None), None)
+        keys = held.keys if not held.frozen else held.rule.keys(held.local, self._group_of[held.param])
+        shaped = next((one.shape for one in keys if one.name == key and one.shape is not None), None)
         if shaped is not None:
             return [part_of(f"{OPTIM}.state.{name}.{key}", torch.empty(shaped, dtype=torch.float32, device="meta"))]
         parts = self._layouts.parts(name, held.param)

@@ -23,11 +23,9 @@ from offstage.integrations.packages import require
 from offstage.integrations.replaced import Replaced
 from offstage.optimizer.optimizer import runtime_of
 
-_package = require(
-    "accelerate", package="accelerate", at_least="1.15", below="2", why="offstage.integrations.accelerate"
-)
-_optimizers = require(
-    "accelerate.optimizer", package="accelerate", at_least="1.15", below="2", why="offstage.integrations.accelerate"
+_package, _optimizers = (
+    require(module, package="accelerate", at_least="1.15", below="2", why="offstage.integrations.accelerate")
+    for module in ("accelerate", "accelerate.optimizer")
 )
 
 _BOUND = "_offstage_binding"
@@ -84,6 +82,7 @@ class Binding:
         self._replaced.replace("prepare_optimizer", self._prepare_optimizer)
         self._replaced.replace("backward", self._backward)
         self._replaced.replace("accumulate", self._accumulate)
+        self._replaced.replace("no_sync", self._no_sync)
         self._replaced.replace("clip_grad_norm_", self._clip_grad_norm_)
         self._replaced.replace("clip_grad_value_", self._clip_grad_value_)
         self._replaced.replace("load_state", self._load_state)
@@ -143,13 +142,23 @@ class Binding:
             yield
 
     @contextlib.contextmanager
+    def _no_sync(self, found: Callable[..., Any], model: Any) -> Iterator[None]:
+        """What loops that count micro-batches themselves put around all but the last."""
+        with found(model), self._accumulating():
+            yield
+
+    @contextlib.contextmanager
     def _not_final(self) -> Iterator[None]:
         accelerator = self._of()
         assert accelerator is not None
-        with contextlib.ExitStack() as accumulating:
-            if not accelerator.sync_gradients:
-                for optimizer in self.optimizers:
-                    accumulating.enter_context(optimizer.accumulate())
+        with contextlib.nullcontext() if accelerator.sync_gradients else self._accumulating():
+            yield
+
+    @contextlib.contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        with contextlib.ExitStack() as all_of_them:
+            for optimizer in self.optimizers:
+                all_of_them.enter_context(optimizer.accumulate())
             yield
 
     def _clip_grad_norm_(
@@ -248,7 +257,8 @@ def _refuse(accelerator: Any) -> None:
     """Raise if this accelerator's optimizers cannot be offloaded."""
     if not isinstance(accelerator, _package.Accelerator):
         raise ConfigError(
-            f"offstage.integrations.accelerate expects an accelerate.Accelerator; found {type(accelerator).__name__}."
+            f"offstage.integrations.accelerate expects an accelerate.Accelerator; found {type(accelerator).__name__}. "
+            "Pass the accelerator; for a loop without one there is offstage.offload()."
         )
     if hasattr(accelerator, _BOUND):
         raise ConfigError(

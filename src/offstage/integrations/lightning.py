@@ -21,11 +21,12 @@ from offstage.integrations.packages import require
 from offstage.optimizer.receipt import Receipt
 
 _WHY = "offstage.integrations.lightning"
-require("lightning.pytorch", package="lightning", at_least="2.5", below="2.7", why=_WHY)
+require("lightning.pytorch", package="lightning", at_least="2.6", below="2.7", why=_WHY)
 
 from lightning.fabric import Fabric  # noqa: E402
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.callbacks import weight_averaging  # noqa: E402
+from lightning.pytorch.utilities import GradClipAlgorithmType  # noqa: E402
 
 __all__ = ["OffloadCallback", "OffloadFabric"]
 
@@ -101,7 +102,7 @@ class OffloadCallback(Callback):
                 f"update_in_backward=True updates weights before a gradient scaler can unscale their gradients; found "
                 f"precision={precision.precision!r}. Use precision='bf16-mixed', or update_in_backward=False."
             )
-        if trainer.gradient_clip_val is not None and str(trainer.gradient_clip_algorithm) not in ("norm", "None"):
+        if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             raise ConfigError(
                 "update_in_backward=True clips by the norm of all gradients; found gradient_clip_algorithm='value', "
                 "which reads gradients after their update. Use gradient_clip_algorithm='norm', or "

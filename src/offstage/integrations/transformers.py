@@ -24,7 +24,7 @@ from offstage.integrations.packages import require
 from offstage.integrations.replaced import Replaced
 
 _WHY = "offstage.integrations.transformers"
-_package = require("transformers", package="transformers", at_least="5.22", below="6", why=_WHY)
+_package = require("transformers", package="transformers", at_least="5.17", below="6", why=_WHY)
 
 logger = logging.getLogger("offstage")
 
@@ -81,7 +81,15 @@ class _TrainerBinding:
         self._of = weakref.ref(trainer)
         self._config, self._given = config, given
         self._said: set[str] = set()
-        self._bind_accelerator(trainer)
+        binding = self._bind_accelerator(trainer)
+        try:
+            self._replace(trainer, sleeps)
+        except BaseException:
+            binding.remove()
+            raise
+        setattr(trainer, _BOUND, self)
+
+    def _replace(self, trainer: Any, sleeps: bool) -> None:
         replaced = Replaced(trainer, _WHY)
         replaced.replace("create_accelerator_and_postprocess", self._create_accelerator)
         replaced.replace("_clip_grad_norm", self._clip_grad_norm)
@@ -92,7 +100,6 @@ class _TrainerBinding:
         if sleeps and _shares_with_vllm(trainer):
             Replaced(trainer.vllm_generation, _WHY).replace("generate", self._generate_by_vllm)
         Replaced(trainer.callback_handler, _WHY).replace("call_event", self._call_event)
-        setattr(trainer, _BOUND, self)
 
     @property
     def optimizer(self) -> OffloadedOptimizer | None:
@@ -112,11 +119,12 @@ class _TrainerBinding:
             self._said.add(text)
             logger.warning(text)
 
-    def _bind_accelerator(self, trainer: Any) -> None:
-        make = accelerate.Binding(trainer.accelerator, self._config, given=self._given)
+    def _bind_accelerator(self, trainer: Any) -> accelerate.Binding:
+        binding = accelerate.Binding(trainer.accelerator, self._config, given=self._given)
         of = self._of
         # nn.DataParallel is not prepared by the accelerator
-        make.models = lambda: () if (found := of()) is None else (found.model_wrapped,)
+        binding.models = lambda: () if (found := of()) is None else (found.model_wrapped,)
+        return binding
 
     # In place of the trainer's methods
 
@@ -189,10 +197,8 @@ class _TrainerBinding:
             return found(*args, **kwargs)
 
     def _generate_awake(self, found: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Another engine than the model itself gets its weights by reading them, not by a forward."""
-        trainer, optimizer = self._of(), self.optimizer
-        elsewhere = getattr(trainer, "use_vllm", False) or getattr(trainer, "rollout_func", None) is not None
-        if optimizer is not None and elsewhere:
+        """Other engines, and transformers' own batching, read or convert weights outside of the model's forward."""
+        if (optimizer := self.optimizer) is not None:
             optimizer.synchronize()
         return found(*args, **kwargs)
 
@@ -266,7 +272,10 @@ def _shares_with_vllm(trainer: Any) -> bool:
 def _refuse(trainer: Any, config: OffloadConfig | None, sleeps: bool) -> None:
     """Raise if this trainer's optimizer cannot be offloaded so."""
     if not isinstance(trainer, _package.Trainer):
-        raise ConfigError(f"{_WHY} expects a transformers.Trainer; found {type(trainer).__name__}.")
+        raise ConfigError(
+            f"{_WHY} expects a transformers.Trainer; found {type(trainer).__name__}. In a loop of your own, use "
+            "offstage.offload()."
+        )
     if hasattr(trainer, _BOUND):
         raise ConfigError(
             f"This trainer was given to {_WHY} already; expected one call. Give all settings in that one."

@@ -275,7 +275,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             try:
                 check_initialised(self.param_groups[-1:], self._runtime.places.names)
                 check_no_duplicates(self.param_groups, self._runtime.places.names)
-                self._runtime.place()
+                self._runtime.place("add_param_group()")
             except BaseException:
                 self.param_groups.pop()
                 raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -61,22 +62,25 @@ class Places:
         self._host_fractions: dict[torch.device, float] = {}
         self._claim = Claim(0)
         """Of what the first step will take."""
+        self._numbers = itertools.count(len(names))
+        """For names of parameters that have none."""
 
-    def fit(self, groups: Groups, *, between_steps: bool = True) -> bool:
-        """Whether every parameter of `groups` has room for all the state its options need.
-
-        Not `between_steps`: one that is no longer frozen and has no gradient yet gets it with the next iteration.
-        """
+    def fit(self, groups: Groups) -> bool:
+        """Whether every parameter of `groups` is known, with all the state that its options need."""
         if self._signatures != [self._rule.signature(group) for group in groups]:
             return False
-        for group in groups:
-            for param in group["params"]:
-                state = self.states.get(param)
-                if state is None:
-                    return False
-                if state.frozen and (param.grad is not None or (between_steps and param.requires_grad)):
-                    return False
-        return True
+        return all(param in self.states for group in groups for param in group["params"])
+
+    def lack_room(self, groups: Groups, *, between_steps: bool) -> bool:
+        """Whether a parameter that was frozen needs room for its state.
+
+        Not `between_steps`: one that has no gradient yet gets it with the next iteration.
+        """
+        return any(
+            self.states[param].frozen and (param.grad is not None or (between_steps and param.requires_grad))
+            for group in groups
+            for param in group["params"]
+        )
 
     def rename(self, names: Mapping[torch.Tensor, str]) -> None:
         """A model has given these parameters their names."""
@@ -117,7 +121,12 @@ class Places:
                 elif host_weight_of(state.param) is not None:
                     placed[i] = Placement.STREAMED
             sizes = [self.size_of(state) for state in states]
-            plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
+            try:
+                plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
+            except ConfigError as error:
+                if not placed:
+                    raise
+                raise ConfigError(f"{error} Or call replan() with the same settings: it places all anew.") from error
         self._refuse_ineffective(plans, by_device)
         self.all_taken()  # what the first step takes is counted anew
         for device, states in by_device.items():
@@ -134,7 +143,10 @@ class Places:
                     self._build(device, new, plans[device], group_of, existing or {})
         finally:
             self._claim = Claim(sum(self.still_to_take().values()))
-        for device in self.engines.keys() - {state.device for state in self.states.values()} - by_device.keys():
+        in_use = {state.device for state in self.states.values()}
+        for device in [
+            one for one, engine in self.engines.items() if one not in in_use and not engine.transport.layers
+        ]:
             _drain(self.engines[device])
             self.engines.pop(device).close()
         self._plans = plans
@@ -165,8 +177,6 @@ class Places:
         self, plans: Mapping[torch.device, Plan], by_device: Mapping[torch.device, Sequence[ParamState]]
     ) -> None:
         """Raise if offloading saves nothing: on every rank of a sharded model or on none, though shards are uneven."""
-        if all(state.frozen for states in by_device.values() for state in states):
-            return  # nothing to judge: others may be added, or these trained later
         # A share that the planner chooses may differ between ranks.
         open_share = self._config.update_on == "auto" and self._config.host_fraction is None
         config = dataclasses.replace(self._config, host_fraction=0.0) if open_share else self._config
@@ -176,8 +186,13 @@ class Places:
             else plans[device]
             for device, states in by_device.items()
         ]
-        refuse_idle(alike, self._config)
+        # Frozen parameters may be trained later, and weights that leave are judged where they do.
+        if not self._config.moves_weights and not self._has_frozen(by_device):
+            refuse_idle(alike, self._config)
         refuse_costly(alike, self._config)
+
+    def _has_frozen(self, by_device: Mapping[torch.device, Sequence[ParamState]]) -> bool:
+        return any(state.frozen for states in by_device.values() for state in states)
 
     def _decided(self, device: torch.device, sizes: Sequence[ParamSize]) -> OffloadConfig:
         """The config with the CPU's share. What the planner has chosen once stays."""
@@ -212,7 +227,9 @@ class Places:
         self, param: torch.Tensor, group: dict[str, Any], like: Places | None, with_state: Collection[torch.Tensor]
     ) -> ParamState:
         """The state `param` has, or the one it should get."""
-        name = self.names.setdefault(param, f"parameter {len(self.names)}")
+        if param not in self.names:
+            self.names[param] = f"parameter {next(self._numbers)}"
+        name = self.names[param]
         check_param(param, name)
         if self._rule.whole and is_sharded(param):
             raise ConfigError(
@@ -330,7 +347,7 @@ class Places:
             str(device),
             sum(extent[name] * size for name, size in itemsize.items()),
             padded,
-            self._rule.splits(device),
+            self._rule.splits(device) if state.keys else True,
             numel=state.local.numel(),
             weight_bytes=state.local.nbytes,
         )
@@ -354,13 +371,19 @@ class Places:
         """Settings without an effect on these parameters, which may have one on others."""
         config, states = self._config, self.states.values()
         away = any(state.placement is not Placement.RESIDENT for state in states)
-        if config.device_budget is not None and not away and not all(state.frozen for state in states):
+        trained = [state for state in states if not state.frozen]
+        if trained and len(trained) < len(states) and not away and config.fraction != 0.0:
+            held = sum(state.nbytes for state in trained)
+            yield (
+                f"nothing leaves the device: what is trained now has {format_size(held)} of state in parameters below "
+                f"min_bytes={format_size(int(config.min_bytes))} or within device_budget, and the rest is frozen"
+            )
+        if config.device_budget is not None and not away and trained:
             held = sum(tensor.nbytes for state in states for tensor in state.resident.values())
             yield (
                 f"device_budget={format_size(int(config.device_budget))} holds all {format_size(held)} of state: "
                 "nothing leaves the device"
             )
-        trained = [state for state in states if not state.frozen]
         if config.master_weights in ("fp32", "split") and trained and not any(one.master_kind for one in trained):
             yield f"master_weights={config.master_weights!r}: no parameter is in 16 bits, and there are no masters"
         if config.update_on == "auto" and config.host_fraction is None and away and not self._rule.rate_is_known:
@@ -396,9 +419,12 @@ class Places:
         """Raise if `values` cannot be loaded as the state of `param`, given `options`. Changes nothing."""
         if not values and not param.requires_grad:  # frozen: it need not be one that could be trained
             return
+        named_state.check(self.with_room(param, options), values, options)
+
+    def with_room(self, param: torch.Tensor, options: dict[str, Any]) -> ParamState:
+        """The state that `param` would have with `options`, also if it is frozen: what it keeps, without memory."""
         name = self.names.get(param, f"of shape {tuple(param.shape)}")
-        wanted = ParamState(param, name, self._rule.keys(local_of(param), options), rule=self._rule)
-        named_state.check(wanted, values, options)
+        return ParamState(param, name, self._rule.keys(local_of(param), options), rule=self._rule)
 
     def take_snapshots(self) -> dict[int, Snapshot]:
         """Snapshots of all state on the host, by the identity of the host state. The lanes have been drained."""

@@ -29,6 +29,7 @@ from offstage.engine.transport import Moved
 from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.memory.interrupts import deferred_interrupts
+from offstage.modules import running_backward
 from offstage.optimizer.checks import check_no_duplicates
 from offstage.optimizer.iteration import End, Iteration, lost_by, note_writes
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
@@ -105,6 +106,8 @@ class Runtime:
         self._waits_for_model = False
         self._said_idle = False
         self._were_in_model: set[torch.Tensor] = set()
+        self._looks_at_model = False
+        """Parameters are new, and their names not known yet."""
         self._look_at_model()
         _alive.add(self)
 
@@ -184,11 +187,17 @@ class Runtime:
         """One per device."""
         return list(self.places.engines.values())
 
-    def place(self, with_state: Collection[torch.Tensor] = ()) -> None:
-        """Parameters or options are new: give them what they need. `with_state`: those that are about to get state."""
-        self.check_awake("add_param_group()")
-        self._look_at_model()
+    def place(self, how: str, with_state: Collection[torch.Tensor] = ()) -> None:
+        """Parameters or options are new: give them what they need.
+
+        `how`: what asks for it, in messages. `with_state`: parameters that are about to get state.
+        """
+        self.check_awake(how)
         self.places.place(self.groups, with_state=with_state)
+        self._were_in_model &= self.places.states.keys()
+        self._looks_at_model = not self.places.states.keys() <= self._were_in_model
+        if running_backward() is None:  # there FSDP2 needs its gathered weights, and what it has are not its parameters
+            self._look_at_new()
         self.iteration.number_groups(self.groups)
         if self.overlap is not None:
             self.overlap.bind()
@@ -196,7 +205,12 @@ class Runtime:
     def make_room(self, params: Collection[torch.Tensor]) -> None:
         """State of `params` is about to be loaded, of frozen ones too."""
         if any(self.state_of(param).frozen for param in params):
-            self.place(with_state=params)
+            self.place("a load of its state", params)
+
+    def _look_at_new(self) -> None:
+        """Parameters that are new may have names in the model."""
+        if self._looks_at_model:
+            self._look_at_model()
 
     def _look_at_model(self) -> None:
         """The model's parameters by name, and which of them are ours."""
@@ -206,19 +220,23 @@ class Runtime:
             ours = {param for group in self.groups for param in group["params"]} & named.keys()
             self.places.rename({param: named[param] for param in ours})
             self._were_in_model |= ours
+        self._looks_at_model = False
 
     def follow_groups(self) -> None:
         """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
         params = [param for group in self.groups for param in group["params"]]
         if len(set(params)) != len(params):
             check_no_duplicates(self.groups, self.places.names)
-        if not self.places.fit(self.groups, between_steps=not self.iteration.early):
+        if not self.places.fit(self.groups):
             self.restart(
                 "Parameter groups changed between backward and step(), after update_in_backward=True had updated "
                 "weights. Expected the same groups from the first gradient to step()."
             )
             with deferred_interrupts():
-                self.place()
+                self.place("step() with other groups or options")
+        elif self.places.lack_room(self.groups, between_steps=not self.iteration.early):
+            with deferred_interrupts():
+                self.place("training of a parameter that was frozen")
 
     # The step
 
@@ -227,6 +245,7 @@ class Runtime:
         self.check_awake("step()")
         self._check_model()
         self.follow_groups()
+        self._look_at_new()
         with contextlib.ExitStack() as timed:
             for engine in self.engines:
                 timed.enter_context(engine.transport.timer.step())

@@ -20,6 +20,7 @@ from offstage.errors import ConfigError, UnknownParameterError
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer.checks import check_saved_options
 from offstage.optimizer.runtime import Runtime
+from offstage.rules import torch_class_of
 from offstage.rules.rule import ParamState
 from offstage.tensors import is_divided
 
@@ -66,13 +67,14 @@ class StateView(MutableMapping[Any, Any]):
         runtime = self._runtime
         with self.turn:
             state = self._state_of(key)
+            runtime.drain_state()  # an update that is under way makes state, too
             if not state.present and not state.scalars:
-                runtime.make_room([key])
-                self[key] = {**named_state.export_first(self._state_of(key)), name: value}
+                wanted = runtime.places.with_room(key, runtime.group_of()[key])
+                named_state.check_names(wanted, {name: value})
+                self[key] = {**named_state.export_first(wanted), name: value}
             elif named_state.is_alone(state, name):
                 named_state.check_names(state, {name: value})
                 named_state.check_one(state, name, value)
-                runtime.drain_state()
                 runtime.before_overwrite()
                 with deferred_interrupts():
                     named_state.load_one(state, name, value, runtime.group_of()[key])
@@ -209,7 +211,6 @@ def save(optimizer: torch.optim.Optimizer, runtime: Runtime) -> dict[str, Any]:
         pre_hook(optimizer)
     runtime.check_not_lost()
     runtime.drain_state()
-    runtime.follow_groups()
     index = {param: i for i, param in enumerate(_params(optimizer))}
     groups = []
     for group in optimizer.param_groups:
@@ -223,10 +224,9 @@ def save(optimizer: torch.optim.Optimizer, runtime: Runtime) -> dict[str, Any]:
     if state:
         # Ranks gather these name by name: all that have any state have the same names, whichever got which gradients.
         # Where a rank has none at all, torch's own functions make a first step for it.
-        missing = {i: param for param, i in index.items() if i not in state and is_divided(param)}
-        first = {
-            i: named_state.export_first(runtime.state_of(param)) for i, param in missing.items() if param.requires_grad
-        }
+        group_of = runtime.group_of()
+        missing = {i: p for p, i in index.items() if i not in state and is_divided(p) and p.requires_grad}
+        first = {i: named_state.export_first(runtime.places.with_room(p, group_of[p])) for i, p in missing.items()}
         state = dict(sorted({**state, **{i: values for i, values in first.items() if values}}.items()))
     result: dict[str, Any] = {"state": {**state, **runtime.own_state}, "param_groups": groups}
     for post_hook in optimizer._optimizer_state_dict_post_hooks.values():
@@ -322,7 +322,7 @@ def completed_options(
             f"The saved parameter groups lack {error}; expected the options of this optimizer: "
             f"{', '.join(sorted(optimizer.defaults))}. Load a checkpoint of the same optimizer class."
         ) from error
-    check_saved_options(type(runtime.shell), optimizer.defaults, completed)
+    check_saved_options(torch_class_of(runtime.shell), optimizer.defaults, completed)
     return completed
 
 

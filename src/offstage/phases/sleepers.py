@@ -287,7 +287,13 @@ _sleepers: weakref.WeakKeyDictionary[Any, Sleeper] = weakref.WeakKeyDictionary()
 def parts_of(target: Any) -> list[Any]:
     """What sleeps where `target` is given: another engine's optimizer names those inside by `__offstage_sleeps__`."""
     inside = getattr(target, "__offstage_sleeps__", None)
-    return [target] if inside is None else list(inside())
+    found = [target] if inside is None else list(inside())
+    if not found:
+        raise ConfigError(
+            f"This {type(target).__name__} has no optimizer that could sleep; expected at least one. Leave it out "
+            "where a rank trains no parameters."
+        )
+    return found
 
 
 def sleeper_of(target: Any) -> Sleeper | None:

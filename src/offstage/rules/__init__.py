@@ -29,7 +29,7 @@ _HARMLESS = frozenset(
 
 def choose_rule(optimizer: optim.Optimizer, config: OffloadConfig) -> Rule:
     """The rule for `optimizer`'s class, or a `ConfigError` that says why there is none."""
-    kind = _torch_class_of(optimizer)
+    kind = torch_class_of(optimizer)
     name = type(optimizer).__name__
     if getattr(optimizer, "is_paged", False):  # bitsandbytes, where the base of all classes has it on the instance
         raise ConfigError(
@@ -55,7 +55,7 @@ def choose_rule(optimizer: optim.Optimizer, config: OffloadConfig) -> Rule:
     return ProbedRule(config, optimizer) if kind is None else TorchRule(config, optimizer, kind)
 
 
-def _torch_class_of(optimizer: optim.Optimizer) -> type[optim.Optimizer] | None:
+def torch_class_of(optimizer: optim.Optimizer) -> type[optim.Optimizer] | None:
     """The class of `torch.optim` whose `step` and everything that it uses `optimizer` has, if there is one.
 
     A subclass that only has another name, constructor or methods that its base does not know is its base.
@@ -78,4 +78,4 @@ def _is_in_torch(kind: type, name: str) -> bool:
     return any(name in vars(base) for base in kind.__mro__ if base.__module__.startswith("torch.optim"))
 
 
-__all__ = ["Rule", "choose_rule", "shell_of"]
+__all__ = ["Rule", "choose_rule", "shell_of", "torch_class_of"]

@@ -112,9 +112,7 @@ class _Probe:
         self._compare(_FLAT, reference, _LINE)
         for half in (slice(0, NUMEL // 2), slice(NUMEL // 2, NUMEL)):
             self._compare(_SIZE, reference, (NUMEL // 2,), part=half)
-        if (
-            self._device.type != "cpu"
-        ):  # where parameters are not split, and so few elements would be rounded differently
+        if self._device.type != "cpu":  # where parameters are split; on a CPU so few elements are rounded differently
             self._compare(_SMALL, reference, (3,), part=slice(1, 4))
         self._compare(_MANY, reference[:3], _LARGE, times=_TIMES)
         self._compare(_BESIDE, reference, _MATRIX, beside=True)

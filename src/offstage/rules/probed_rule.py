@@ -27,7 +27,7 @@ from offstage.tensors import home_of, local_of
 _CPU = torch.device("cpu")
 _NOT_PROBED = (*NOT_OPTIONS, "lr", "initial_lr")
 _ENOUGH = 4
-"""A fractional option that was probed at so many values of one kind (see `_regime`) is not probed at more of them."""
+"""Options that were probed at so many values of one kind (see `_regime`) are not probed at more of them."""
 
 
 class ProbedRule(TorchRule):
@@ -49,7 +49,8 @@ class ProbedRule(TorchRule):
         self._refused_on_host: ConfigError | None = None
         for group in optimizer.param_groups:
             for param in group["params"]:
-                self._check_param(param, self._behaviour_for(local_of(param), group))
+                if param.requires_grad or param.grad is not None:  # a frozen one need not be one that could be trained
+                    self._check_param(param, self._behaviour_for(local_of(param), group))
 
     # What it keeps
 
@@ -185,7 +186,9 @@ class ProbedRule(TorchRule):
     def _key(self, group: Group, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
         """What of `group` decides about behaviour, and its exact options."""
         names = sorted(name for name in group if name not in _NOT_PROBED and name not in self._counters)
-        kinds = tuple((name, _regime(group[name])) for name in names)
+        # What the class's constructor does not know is the user's, who may count in it.
+        own = self._inner.defaults.keys()
+        kinds = tuple((name, _regime(group[name]) if name in own else type(group[name])) for name in names)
         return (dtype, device, type(group.get("lr")), kinds), tuple(_exact(group[name]) for name in names)
 
     def _check_param(self, param: torch.Tensor, behaviour: Behaviour) -> None:

@@ -131,7 +131,7 @@ class ParamState:
     hosted: HostedWeight | None = None
     """The weight, if it lives on the host, too."""
     frozen: bool = False
-    """Nothing trains it and it has no state: there is no room for any until its first gradient."""
+    """Nothing trains it and it has no state: there is no room for any until it is trained, or gets a gradient."""
 
     def __post_init__(self) -> None:
         self.device = home_of(self.param)

@@ -152,6 +152,8 @@ class TorchRule(Rule):
         return self._class in ELEMENTWISE and device.type != "cpu"
 
     def update(self, pieces: Sequence[PieceUpdate]) -> None:
+        if not pieces:
+            return
         groups: dict[int, Group] = {}
         inner_state: defaultdict[Any, Any] = defaultdict(dict, copy.deepcopy(pieces[0].update.shared))
         targets = [self._prepare(piece, inner_state) for piece in pieces]

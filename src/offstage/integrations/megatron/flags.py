@@ -74,7 +74,9 @@ def config_from_megatron(*configs: Any) -> MegatronFlags:
     if flags.on("rl_offload_optimizer_during_inference"):
         flags.became("rl_offload_optimizer_during_inference", "sleep() before inference and wake() after it, by itself")
         sleeps = ("optimizer",)
-    return MegatronFlags(state=state, activations=activations, modules=modules, sleeps=sleeps, became=tuple(flags.list))
+    return MegatronFlags(
+        state=state, activations=activations, modules=modules, sleeps=sleeps, became=tuple(flags.mapped)
+    )
 
 
 def switch_off(*configs: Any) -> None:

@@ -84,7 +84,8 @@ def _adam(inner: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     for group in groups:
         if not group.get("bias_correction", True):
             raise ConfigError(
-                "FusedAdam(bias_correction=False) has no counterpart in torch.optim; expected bias_correction=True."
+                "FusedAdam(bias_correction=False) has no counterpart in torch.optim; expected bias_correction=True. "
+                "Build the optimizer with it."
             )
     if getattr(inner, "master_weights", None) not in (None, False):
         raise ConfigError(
@@ -97,7 +98,10 @@ def _adam(inner: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 def _sgd(inner: Any, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if getattr(inner, "wd_after_momentum", False):
-        raise ConfigError("FusedSGD(wd_after_momentum=True) has no counterpart in torch.optim; expected False.")
+        raise ConfigError(
+            "FusedSGD(wd_after_momentum=True) has no counterpart in torch.optim; expected False. Build the optimizer "
+            "without it."
+        )
     options = _options(inner, "lr", "momentum", "dampening", "weight_decay", "nesterov")
     return torch.optim.SGD(_taken(groups), **options, **_fused(groups))
 
@@ -140,7 +144,10 @@ def _steps_to_params(inner: OffloadedOptimizer, state_dict: dict[str, Any]) -> d
         groups.append({name: value for name, value in group.items() if name != "step"})
         for key in group["params"] if group.get("step") is not None else ():
             if state.get(key):
-                state[key] = {**state[key], "step": torch.tensor(float(group["step"]), device="cpu")}
+                state[key] = {
+                    **state[key],
+                    "step": torch.tensor(float(group["step"]), dtype=torch.float32, device="cpu"),
+                }
     return {**state_dict, "state": state, "param_groups": groups}
 
 

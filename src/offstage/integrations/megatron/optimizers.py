@@ -21,7 +21,7 @@ from megatron.core.optimizer import (
 )
 
 import offstage
-from offstage import OffloadedOptimizer
+from offstage import ConfigError, OffloadedOptimizer
 from offstage.integrations.megatron.inner import MASTER, first_state, initialise, step_of
 from offstage.integrations.megatron.reduction import FetchUnderReduction
 
@@ -165,6 +165,14 @@ class OffloadedDistributed(_Offloaded, DistributedOptimizer):  # type: ignore[mi
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         initialise(self.optimizer)  # on the host; Megatron would allocate all state on the device
         super().load_state_dict(state_dict)
+
+    def load_parameter_state_from_dp_zero_legacy(self, state_dict: dict[str, Any]) -> None:
+        """It copies main parameters into what the groups have: here 16-bit views, which would lose their low bits."""
+        raise ConfigError(
+            "update_legacy_format=True loads parameter state in the format of old Megatron versions, which writes to "
+            "fp32 main parameters; expected the present format, as they are offstage's here. Load it once into plain "
+            "Megatron and save it again, then load that."
+        )
 
     def _view(self, model_param: torch.Tensor) -> torch.Tensor:
         """Found by the groups of views: Megatron's own map of places is wrong where a group has 16-bit and fp32."""

@@ -72,7 +72,7 @@ class Flags:
                 "config_from_megatron() expects Megatron's arguments, an OptimizerConfig or a TransformerConfig; found "
                 f"{found}, without any of their offload flags. Pass get_args(), or the config objects themselves."
             )
-        self.list: list[Became] = []
+        self.mapped: list[Became] = []
 
     def has(self, name: str) -> bool:
         return any(_has(source, name) for source in self.sources)
@@ -114,7 +114,7 @@ class Flags:
         return value
 
     def became(self, name: str, here: str) -> None:
-        self.list.append(Became(name, self.get(name), here))
+        self.mapped.append(Became(name, self.get(name), here))
 
     def refuse_idle(self, switch: str) -> None:
         """Raise for a flag that does nothing because `switch` is off."""

@@ -57,7 +57,9 @@ def check_optimizer(optimizer: Any, known: Sequence[type]) -> None:
     """Raise if `optimizer`, one of a chain or alone, is not of `known` classes or is set up in a way that cannot be."""
     if type(optimizer) not in known:
         if isinstance(getattr(optimizer, "optimizer", None), OffloadedOptimizer):
-            raise ConfigError(f"This {type(optimizer).__name__} is already offloaded; expected one that is not.")
+            raise ConfigError(
+                f"This {type(optimizer).__name__} is already offloaded; expected one that is not. Leave the call out."
+            )
         names = ", ".join(kind.__name__ for kind in known)
         hint = "Build it first" if isinstance(optimizer, torch.optim.Optimizer) else "Use one of these"
         raise ConfigError(
@@ -85,6 +87,15 @@ def check_models(chunks: Sequence[Any]) -> None:
                 "TransformerConfig.qk_clip=True cannot be offloaded: Megatron scales the fp32 masters of attention "
                 "weights on the device after each step, and they are not there. Use qk_clip=False."
             )
+
+
+def check_window(config: OffloadConfig, chunks: Sequence[Any]) -> None:
+    """Raise if there is nothing to fill a window under: it would take memory and hide nothing."""
+    if config.window and not chunks:
+        raise ConfigError(
+            f"window={config.window!r} is filled while the model's gradients are reduced; expected the model, found "
+            "none, as only a DistributedOptimizer knows its own. Call offload(optimizer, model=model, window=...)."
+        )
 
 
 def check_plain(param: Any, name: str) -> None:

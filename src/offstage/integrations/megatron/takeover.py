@@ -16,7 +16,7 @@ from offstage import OffloadConfig, OffloadedOptimizer, OffloadIneffectiveError
 from offstage.integrations.megatron import inner, views
 from offstage.integrations.megatron.optimizers import OFFLOADED, OffloadedChain
 from offstage.integrations.megatron.reduction import FetchUnderReduction
-from offstage.integrations.megatron.refusals import check_models, check_optimizer, check_settings
+from offstage.integrations.megatron.refusals import check_models, check_optimizer, check_settings, check_window
 
 logger = logging.getLogger("offstage")
 
@@ -41,6 +41,7 @@ def take_over(optimizer: Any, config: OffloadConfig, chunks: Sequence[torch.nn.M
     check_settings(config, len(there))
     known = list(dict.fromkeys([*chunks, *(chunk for one in there for chunk in getattr(one, "model_chunks", ()))]))
     check_models(known)
+    check_window(config, known)
     if not there:
         logger.info("Megatron: this rank trains no parameters; there is nothing to offload")
     for ready in _all_ready(there, config, known):

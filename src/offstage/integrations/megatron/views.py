@@ -63,20 +63,20 @@ def views_of(optimizer: Any, chunks: Iterable[torch.nn.Module]) -> Views:
     now = [list(group["params"]) for group in optimizer.optimizer.param_groups]
     views = Views(now)
     if isinstance(optimizer, DistributedOptimizer):
-        triples = _triples(optimizer.model_float16_groups, optimizer.shard_float16_groups)
-        views.low = _replace(views, triples, optimizer.shard_fp32_from_float16_groups, names)
-        triples = _triples(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
-        views.full = _replace(views, triples, optimizer.shard_fp32_groups, names)
+        pairs = _pairs(optimizer.model_float16_groups, optimizer.shard_float16_groups)
+        views.low = _replace(views, pairs, optimizer.shard_fp32_from_float16_groups, names)
+        pairs = _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
+        views.full = _replace(views, pairs, optimizer.shard_fp32_groups, names)
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
-        triples = _triples(optimizer.float16_groups, optimizer.float16_groups)
-        views.low = _replace(views, triples, optimizer.fp32_from_float16_groups, names)
+        pairs = _pairs(optimizer.float16_groups, optimizer.float16_groups)
+        views.low = _replace(views, pairs, optimizer.fp32_from_float16_groups, names)
         views.names |= names
     else:
         views.names |= names
     return views
 
 
-def _triples(models: Groups, locals_: Groups) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+def _pairs(models: Groups, locals_: Groups) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """(parameter of the model, this rank's part of it), by group."""
     return [list(zip(model, local, strict=True)) for model, local in zip(models, locals_, strict=True)]
 

@@ -58,7 +58,9 @@ class Hooks:
         return self._model() if self._model is not None else None
 
     def bind(self, params: Sequence[torch.Tensor]) -> None:
-        """Hook `params` and the modules that own them. Those bound before stay as they are."""
+        """Hook `params` and the modules that own them. Those bound before stay as they are, unless some are gone."""
+        if not self._bound.issubset(params):
+            self.remove()  # what is not trained any more is not held either
         new = [param for param in params if param not in self._bound]
         listener = self._listener()
         assert listener is not None
@@ -95,6 +97,7 @@ class Hooks:
         _remove_all(self._handles)
         self._bound.clear()
         self._hooked.clear()
+        self.module_of.clear()
 
 
 class _WrappedCall:
