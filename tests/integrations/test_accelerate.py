@@ -5,6 +5,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +101,38 @@ def assert_off_the_device(receipt):
     assert receipt.total_bytes_fetched > 0
     assert receipt.host_state_bytes > 0
     assert receipt.net_saved_bytes > 0
+
+
+def counted_by_hand(settings, losses=(1.0,)):
+    """A loop that counts its micro-batches itself."""
+    loop = Loop(settings)
+    for number in range(8):
+        tokens = hf.Tokens()[number]["input_ids"][None]
+        last = number % 2 == 1
+        with contextlib.nullcontext() if last else loop.accelerator.no_sync(loop.model):
+            loss = loop.model(input_ids=tokens, labels=tokens).loss * losses[number % len(losses)]
+            loop.accelerator.backward(loss)
+        if last:
+            loop.norms.append(loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1e4))
+            loop.optimizer.step()
+            loop.optimizer.zero_grad()
+    return loop.done()
+
+
+def test_no_sync_is_for_gradients_that_are_not_final():
+    got = counted_by_hand(FB)
+    assert_same(got, counted_by_hand(OFF))
+    assert got.receipt.speculation_hits > 0
+
+
+def test_a_norm_that_is_not_finite():
+    """Where offstage clips it skips the step; elsewhere the engine does what it does without us."""
+    losses = (1.0, 1.0, math.inf, 1.0)
+    in_backward, in_step, plain = (counted_by_hand(settings, losses) for settings in (FB, SMALL, None))
+    assert all(weight.isfinite().all() for weight in in_backward.weights.values())
+    assert in_backward.receipt.skipped_steps == 2
+    for one in (in_step, plain):
+        assert any(weight.isnan().any() for weight in one.weights.values())
 
 
 @engine("accelerate", "same bits", "accumulation", "clipping", "overlap_forward")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`docs/engines.md` says what works in which engine; each claim is a test of this folder."""
 
+import re
+
 from tests.support import engine_matrix as matrix
 
 
@@ -16,3 +18,10 @@ def test_the_page_has_what_the_tests_show():
 
 def test_every_engine_has_the_same_bits():
     assert {name for name, feature in matrix.marked() if feature == "same bits"} == set(matrix.ENGINES)
+
+
+def test_no_test_of_an_engine_is_skipped():
+    """A mark of one that does not run would be a claim."""
+    for path in matrix.TESTS.glob("test_*.py"):
+        found = re.findall(r"\bpytest\.(?:mark\.)?(?:skip|skipif|xfail|importorskip)\b", path.read_text())
+        assert not found, path.name

@@ -132,6 +132,21 @@ def test_what_was_inside_before() -> None:
         offstage.offload(before)
 
 
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_a_window_needs_the_model_whose_gradients_are_reduced(kind: str) -> None:
+    run = make(kind)
+    with pytest.raises(ValueError, match=r"window='all' .* found none.*model=model"):
+        offload(run.optimizer, **TORCH, window="all")
+    assert_untouched(run, kind)
+
+
+def test_the_format_of_old_versions() -> None:
+    """It would be written to 16-bit weights, and masters would lose their low bits."""
+    run = make("distributed", TORCH)
+    with pytest.raises(ValueError, match=r"update_legacy_format=True .* plain Megatron and save it again"):
+        run.optimizer.chained_optimizers[0].load_parameter_state_from_dp_zero({}, update_legacy_format=True)
+
+
 @pytest.mark.parametrize("found", ["0.18.1", "0.20.0"])
 def test_another_version(found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packages, "version", lambda package: found)
@@ -145,7 +160,7 @@ def test_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packages, "version", version)
     optimizer = make("bf16").optimizer
-    offload(optimizer)  # a checkout on the path has no metadata and says its version itself
+    offload(optimizer, **TORCH)  # a checkout on the path has no metadata and says its version itself
     optimizer = make("bf16").optimizer
     monkeypatch.setattr("megatron.core.__version__", "0.18.0")
     with pytest.raises(ValueError, match=r"found 0\.18\.0"):

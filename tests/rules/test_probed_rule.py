@@ -515,3 +515,40 @@ def test_groups_count_without_gradients():
         one.step()
     assert_same_future((plain_model, plain), (model, optimizer), range(2, 5))
     assert optimizer.param_groups[0]["k"] == 7
+
+
+def test_a_number_of_the_users_own_is_probed_a_few_times(monkeypatch):
+    """Loops keep counters and names in groups, which the class does not know."""
+    probes = counted(monkeypatch)
+    model = make_model()
+    optimizer = offstage.offload(lion_pytorch.Lion(model.parameters(), lr=0.01), model, **SMALL)
+    before = len(probes)
+    for epoch in range(12):
+        optimizer.param_groups[0]["epoch"] = epoch
+        train(model, optimizer, 1)
+    assert len(probes) - before <= 5
+
+
+def test_a_frozen_parameter_may_be_of_any_kind():
+    frozen = nn.Parameter(torch.ones(64, dtype=torch.uint8), requires_grad=False)
+    model = make_model()
+    optimizer = offstage.offload(lion_pytorch.Lion([*model.parameters(), frozen], lr=0.01), **SMALL)
+    train(model, optimizer, 2)
+    assert len(optimizer.state) == 4
+
+
+def test_options_of_a_subclass_that_overrides_nothing_are_checked():
+    class Renamed(torch.optim.AdamW):
+        """With another constructor."""
+
+        def __init__(self, params, how):
+            super().__init__(params, lr=how)
+
+    model = make_model()
+    optimizer = offstage.offload(Renamed(model.parameters(), 0.01), model, **SMALL)
+    train(model, optimizer, 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(saved)
+    saved["param_groups"][0]["betas"] = ("a", 7.0)
+    with pytest.raises(offstage.ConfigError, match="betas"):
+        optimizer.load_state_dict(saved)

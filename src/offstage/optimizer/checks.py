@@ -46,21 +46,25 @@ def check_options(groups: Iterable[dict[str, Any]]) -> None:
 
 
 def check_saved_options(
-    kind: type[torch.optim.Optimizer] | None, defaults: Mapping[str, Any], groups: Iterable[dict[str, Any]]
+    kind: type[torch.optim.Optimizer],
+    defaults: Mapping[str, Any],
+    groups: Iterable[dict[str, Any]],
+    *,
+    is_probed: bool = False,
 ) -> None:
     """Raise if groups of a checkpoint have options with which no optimizer of the class `kind` could be made.
 
-    The class's own constructor decides, on a parameter of one element. `None`: a class that is not torch's, which is
-    probed with these options instead, when state is placed for them. Options that a class does not know are the user's.
+    The class's own constructor decides, on a parameter of one element; `is_probed`: the class is probed with these
+    options instead, when state is placed for them. Options that a class does not know are the user's.
     """
-    known = sorted(defaults if kind is None else inspect.signature(kind).parameters.keys() & defaults.keys())
+    known = sorted(inspect.signature(kind).parameters.keys() & defaults.keys())
     for number, group in enumerate(groups):
         if missing := [name for name in known if name not in group]:
             raise ConfigError(
                 f"Saved parameter group {number} lacks {missing}; expected those of this optimizer's class, found "
                 f"{', '.join(sorted(map(str, group)))[:200]}. Load a checkpoint of the same optimizer class."
             )
-        if kind is None:
+        if is_probed:
             continue
         try:
             for name in known:

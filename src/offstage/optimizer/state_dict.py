@@ -322,7 +322,8 @@ def completed_options(
             f"The saved parameter groups lack {error}; expected the options of this optimizer: "
             f"{', '.join(sorted(optimizer.defaults))}. Load a checkpoint of the same optimizer class."
         ) from error
-    check_saved_options(torch_class_of(runtime.shell), optimizer.defaults, completed)
+    torchs = torch_class_of(runtime.shell)
+    check_saved_options(torchs or type(runtime.shell), optimizer.defaults, completed, is_probed=torchs is None)
     return completed
 
 

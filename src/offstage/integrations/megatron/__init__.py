@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-core: `offload()` takes over the state inside Megatron's own optimizers.
 
+    from offstage.integrations import megatron
+
     optimizer = get_megatron_optimizer(config, model)
-    optimizer = offstage.integrations.megatron.offload(optimizer, model=model)
+    optimizer = megatron.offload(optimizer, model=model)
 
 `config_from_megatron()` reads Megatron's own offload flags, and `offload_activations()` is for its layers.
 
