@@ -8,13 +8,15 @@ engine that knows parameters only leaves out `model` and may give it later: `opt
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, ClassVar
 
 import torch
 
 from offstage.config import OffloadConfig, documents
+from offstage.errors import ConfigError
 from offstage.optimizer.optimizer import OffloadedOptimizer, checked_config
 
 __all__ = [
@@ -50,9 +52,19 @@ class _ReadyMade(OffloadedOptimizer):
         **named: Any,
     ) -> None:
         known = inspect.signature(self.torch_class).parameters.keys()
+        self._refuse_unknown(named.keys() - known - _SETTINGS, known)
         settings = {name: value for name, value in named.items() if name not in known}
         optimizer = self.torch_class(params, *options, **{name: named[name] for name in named.keys() & known})
         super().__init__(optimizer, model, checked_config(optimizer, model, config, settings), model_later=True)
+
+    def _refuse_unknown(self, unknown: Collection[str], known: Collection[str]) -> None:
+        for name in sorted(unknown):
+            near = difflib.get_close_matches(name, [*known, *sorted(_SETTINGS)], n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"torch's options are {', '.join(known)}."
+            raise ConfigError(
+                f"{type(self).__name__} has no option or setting {name!r}; expected those of "
+                f"torch.optim.{self.torch_class.__name__} and fields of OffloadConfig; {hint}"
+            )
 
     def __init_subclass__(cls) -> None:
         """The help and the signature have the options of both."""

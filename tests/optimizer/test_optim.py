@@ -70,9 +70,9 @@ def test_a_config_and_keywords():
     assert (optimizer.config.fraction, optimizer.config.slots) == (0.5, 2)
 
 
-@pytest.mark.parametrize("name", ["fractoin", "beta"])
-def test_an_unknown_name_is_refused(name):
-    with pytest.raises(offstage.ConfigError, match=name):
+@pytest.mark.parametrize(("name", "near"), [("fractoin", "'fraction'"), ("beta", "'betas'"), ("xyz", "options are")])
+def test_an_unknown_name_is_refused(name, near):
+    with pytest.raises(offstage.ConfigError, match=f"AdamW has no option or setting '{name}'.*{near}"):
         optim.AdamW(make_model().parameters(), **{name: 0.5})
 
 

@@ -112,21 +112,7 @@ class Places:
         by_device: dict[torch.device, list[ParamState]] = {}
         for state in wanted:
             by_device.setdefault(state.device, []).append(state)
-        plans = {}
-        for device, states in by_device.items():
-            placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
-            for i, state in enumerate(states):
-                if state.frozen:
-                    placed[i] = Placement.RESIDENT
-                elif host_weight_of(state.param) is not None:
-                    placed[i] = Placement.STREAMED
-            sizes = [self.size_of(state) for state in states]
-            try:
-                plans[device] = plan_placements(sizes, self._decided(device, sizes), placed)
-            except ConfigError as error:
-                if not placed:
-                    raise
-                raise ConfigError(f"{error} Or call replan() with the same settings: it places all anew.") from error
+        plans = {device: self._planned(device, states) for device, states in by_device.items()}
         self._refuse_ineffective(plans, by_device)
         self.all_taken()  # what the first step takes is counted anew
         for device, states in by_device.items():
@@ -151,6 +137,22 @@ class Places:
             self.engines.pop(device).close()
         self._plans = plans
         self._signatures = [self._rule.signature(group) for group in groups]
+
+    def _planned(self, device: torch.device, states: Sequence[ParamState]) -> Plan:
+        """Where `states` go; those that have a place keep it."""
+        placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
+        for i, state in enumerate(states):
+            if state.frozen:
+                placed[i] = Placement.RESIDENT
+            elif host_weight_of(state.param) is not None:
+                placed[i] = Placement.STREAMED
+        sizes = [self.size_of(state) for state in states]
+        try:
+            return plan_placements(sizes, self._decided(device, sizes), placed)
+        except ConfigError as error:
+            if not placed:
+                raise
+            raise ConfigError(f"{error} Or call replan() with the same settings: it places all anew.") from error
 
     def _move_weights(self, moving: MovingWeights, states: Sequence[ParamState], stay: Sequence[torch.Tensor]) -> None:
         """Weights whose state streams, and those without any, go to the host; not those of `stay`."""

@@ -37,11 +37,12 @@ from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.overlap.overlap import Overlap, needs_model
 from offstage.optimizer.overlap.speculation import Norm, Speculation
 from offstage.optimizer.places import NOTHING_TRAINS, Groups, Places
+from offstage.optimizer.trained_model import TrainedModel, trains_nothing
 from offstage.planning.group_slots import with_slots
 from offstage.planning.plan import Plan
 from offstage.rules import Rule
 from offstage.rules.rule import ParamState, ParamUpdate
-from offstage.tensors import home_of, place_gradient, reshard
+from offstage.tensors import home_of, place_gradient
 from offstage.weights.host_weights import HostWeights, host_weight_of
 from offstage.weights.moving import MovingWeights
 
@@ -102,13 +103,9 @@ class Runtime:
         self._norm_on_host: torch.Tensor | None = None
         self._taken: dict[torch.Tensor, torch.dtype] = {}
         """Gradients, by dtype, that steps have taken and that plain torch would have left to be zeroed."""
-        self._model = weakref.ref(model) if model is not None else None
+        self._trained = TrainedModel(model)
+        self._trained.look(self.places, self.groups)
         self._waits_for_model = False
-        self._said_idle = False
-        self._were_in_model: set[torch.Tensor] = set()
-        self._looks_at_model = False
-        """Parameters are new, and their names not known yet."""
-        self._look_at_model()
         _alive.add(self)
 
     def start(self, existing: Mapping[torch.Tensor, Mapping[str, Any]], *, model_later: bool) -> None:
@@ -143,7 +140,7 @@ class Runtime:
     @property
     def model(self) -> torch.nn.Module | None:
         """What `offload()` was given, while it is alive."""
-        return self._model() if self._model is not None else None
+        return self._trained.model
 
     def attach(self, model: torch.nn.Module) -> None:
         """`model` is the one that is trained."""
@@ -156,16 +153,12 @@ class Runtime:
             )
         self.check_awake("attach()")
         self.drain_state()
-        self._model, before = weakref.ref(model), self._model
-        try:
-            overlap = Overlap(self, model) if self.config.overlaps else None
-        except BaseException:
-            self._model = before
-            raise
+        overlap = Overlap(self, model) if self.config.overlaps else None  # which may refuse it
         if self.overlap is not None:
             self.overlap.remove()
         self.overlap, self._waits_for_model = overlap, False
-        self._look_at_model()
+        self._trained = TrainedModel(model)
+        self._trained.look(self.places, self.groups)
         if with_slots(self.config, model) != with_slots(self.config, None):
             self.move_to(self.config)
 
@@ -194,10 +187,9 @@ class Runtime:
         """
         self.check_awake(how)
         self.places.place(self.groups, with_state=with_state)
-        self._were_in_model &= self.places.states.keys()
-        self._looks_at_model = not self.places.states.keys() <= self._were_in_model
+        self._trained.placed(self.places)
         if running_backward() is None:  # there FSDP2 needs its gathered weights, and what it has are not its parameters
-            self._look_at_new()
+            self._trained.look_at_new(self.places, self.groups)
         self.iteration.number_groups(self.groups)
         if self.overlap is not None:
             self.overlap.bind()
@@ -206,21 +198,6 @@ class Runtime:
         """State of `params` is about to be loaded, of frozen ones too."""
         if any(self.state_of(param).frozen for param in params):
             self.place("a load of its state", params)
-
-    def _look_at_new(self) -> None:
-        """Parameters that are new may have names in the model."""
-        if self._looks_at_model:
-            self._look_at_model()
-
-    def _look_at_model(self) -> None:
-        """The model's parameters by name, and which of them are ours."""
-        if (model := self.model) is not None:
-            reshard(model)
-            named = {param: name for name, param in model.named_parameters()}
-            ours = {param for group in self.groups for param in group["params"]} & named.keys()
-            self.places.rename({param: named[param] for param in ours})
-            self._were_in_model |= ours
-        self._looks_at_model = False
 
     def follow_groups(self) -> None:
         """The user's `param_groups` are the truth: parameters and options may have changed since the last step."""
@@ -245,7 +222,7 @@ class Runtime:
         self.check_awake("step()")
         self._check_model()
         self.follow_groups()
-        self._look_at_new()
+        self._trained.look_at_new(self.places, self.groups)
         with contextlib.ExitStack() as timed:
             for engine in self.engines:
                 timed.enter_context(engine.transport.timer.step())
@@ -262,8 +239,7 @@ class Runtime:
         if self.overlap is not None:
             self.overlap.check_cues(updates)
         if not updates or not self.steps:
-            self._check_in_model()
-            self._notice_idle()
+            self._trained.check(self.places, self.groups)
         if updates or self.iteration.early:
             for engine in self.engines:
                 engine.transport.prepare(with_gradients=any(update.left is not None for update in updates))
@@ -370,31 +346,6 @@ class Runtime:
             iteration.abandon(lost_by(error, self.steps + 1) if lost else None)
         if lost:
             raise StepLostError(str(self._lost)) from error
-
-    def _check_in_model(self) -> None:
-        """Parameters that left the model get no more gradients: training on would change nothing, silently."""
-        model = self.model
-        if model is None:
-            return
-        reshard(model)
-        left = self._were_in_model - set(model.parameters())
-        gone = [state for p, state in self.places.states.items() if p in left and p.requires_grad and p.grad is None]
-        if gone:
-            raise OffstageError(
-                f"{len(gone)} parameters (first: {gone[0].name!r}) are no longer in the model; expected those that "
-                "were there at offload(). Was fully_shard() or another wrapper applied after it? Shard the model "
-                "first, then build the optimizer and call offload()."
-            )
-
-    def _notice_idle(self) -> None:
-        """All parameters were frozen behind the optimizer's back: say so once, as nothing else would."""
-        if self._trains_nothing() and not self._said_idle:
-            self._said_idle = True
-            logger.warning("step() changes nothing: %s", NOTHING_TRAINS)
-
-    def _trains_nothing(self) -> bool:
-        params = [param for group in self.groups for param in group["params"]]
-        return bool(params) and not any(param.requires_grad or param.grad is not None for param in params)
 
     def _prove_effect(self, updates: list[ParamUpdate]) -> None:
         """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
@@ -704,7 +655,7 @@ class Runtime:
         """What does not happen as it was asked for, and why."""
         found = [*self.places.fallbacks(), *(engine.transport.window_cut for engine in self.engines)]
         found.append(self.speculation.impossible)
-        if self._trains_nothing():
+        if trains_nothing(self.groups):
             found.append(NOTHING_TRAINS)
         if self.speculation.is_off:
             found.append("clipping is active too often: updates in backward are made in step() for now")
