@@ -169,6 +169,11 @@ class Transport:
         )
         error.add_note(f"offstage: device_budget={format_size(budget)} is more than {self.device} has left; {remedy}.")
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process is a forked child of the one that it was made in."""
+        return os.getpid() != self._owner
+
     def check_process(self) -> None:
         """Raise in a forked child, which would wait for ever for threads that it does not have."""
         if self.is_open:

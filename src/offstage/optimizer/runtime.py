@@ -597,10 +597,13 @@ class Runtime:
     def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         """Dropped: updates that a step has left to the next forward are made, as the weights are still the model's.
 
-        At the interpreter's exit nothing can read them any more. (Then module globals may be gone: a default is not.)
+        At the interpreter's exit nothing can read them any more. (Then module globals may be gone: a default is not.) A
+        forked child has no copy of what it would update.
         """
         weights: HostWeights | None = getattr(self, "weights", None)
-        if weights is not None and not is_exiting() and any(engine.postponed is not None for engine in self.engines):
+        if weights is None or is_exiting() or any(engine.transport.is_inherited for engine in self.engines):
+            return
+        if any(engine.postponed is not None for engine in self.engines):
             for engine in self.engines:
                 engine.finish_postponed()
             weights.settle()
