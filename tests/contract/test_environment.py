@@ -28,6 +28,7 @@ from tests.support.contract import (
     PLANS,
     SMALL,
     TORCH,
+    Blocks,
     adamw,
     assert_same,
     assert_same_future,
@@ -301,20 +302,6 @@ def test_fork_does_not_copy_the_arenas():
     assert_same(*trained(4), model, optimizer)
 
 
-class Layered(nn.Module):
-    """Its weights can live on the host."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(48, 48) for _ in range(3)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
 @pytest.mark.parametrize("mode", [{}, {"overlap_forward": True, "weights": "host"}], ids=["in step", "host weights"])
 def test_a_forked_child_may_drop_the_optimizer(mode, monkeypatch):
     """“fork neither copies nor corrupts the arenas”: also when the child's garbage collector finds them.
@@ -323,7 +310,7 @@ def test_a_forked_child_may_drop_the_optimizer(mode, monkeypatch):
     """
 
     def made():
-        model = Layered()
+        model = Blocks()
         return [model, offstage.offload(adamw(model.parameters()), model, **SMALL, **mode)]
 
     holder, expected = made(), made()

@@ -19,6 +19,7 @@ from offstage.optimizer.optimizer import runtime_of
 from tests.support.contract import (
     SMALL,
     TORCH,
+    Blocks,
     adamw,
     assert_same,
     assert_same_optimizer,
@@ -39,18 +40,6 @@ MODES = {
     "weights on the host": {"weights": "host"},
 }
 in_every_mode = pytest.mark.parametrize("mode", MODES)
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(48, 48) for _ in range(3)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
 
 
 def freeze(model, number, *, trains=False):

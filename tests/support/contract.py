@@ -78,6 +78,20 @@ def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequenti
     return nn.Sequential(nn.Linear(48, 64), nn.Tanh(), nn.Linear(64, 48)).to(dtype)
 
 
+class Blocks(nn.Module):
+    """Three equal layers in a list, whose weights can live on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(48, 48) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
 def batch(number: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 + number)
     inputs, target = torch.randn(2, 16, 48, generator=generator).to(dtype)
