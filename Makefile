@@ -36,7 +36,7 @@ test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu tests/gpu
 
 bench:
-	for question in bits overlap_bits stream_step steady_state memory_cap overlap window trace host_update plans models beside peers megatron checkpoints fsdp2 link activations train trainer huggingface host_weights sleep llama largest; do \
+	for question in bits overlap_bits stream_step steady_state memory_cap overlap window trace host_update plans models beside peers megatron checkpoints fsdp2 link activations train trainer huggingface host_weights sleep rl_loop llama largest fit; do \
 		PYTHONPATH=src $(PYTHON) -m benchmarks.$$question || exit 1; \
 	done
 

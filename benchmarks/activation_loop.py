@@ -174,7 +174,6 @@ class Bench:
 
 def moved(handle: ActivationOffload) -> Row:
     receipt = handle.receipt()
-    plan = receipt.plan
     return {
         "left_gib": gib(receipt.bytes_offloaded),
         "left_bytes": receipt.bytes_offloaded,
@@ -183,7 +182,6 @@ def moved(handle: ActivationOffload) -> Row:
         "remade_bytes": receipt.bytes_remade,
         "returned_per_forward_gib": gib(receipt.total_bytes_returned // max(1, receipt.passes)),
         "host_pool_gib": gib(receipt.host_bytes),
-        **({} if plan is None else {"plan": str(plan), "predicted_peak_gib": gib(plan.peak_bytes)}),
     }
 
 

@@ -14,7 +14,7 @@ stays: each is used when it comes, by SGD on the device. So the link carries act
 checkpointed      every block checkpointed, and the same with the blocks' inputs offloaded
 plain             nothing checkpointed, and as much offloaded as the link carries under forward
 everything        all saved tensors offloaded, against `torch.autograd.graph.save_on_cpu(pin_memory=True)`
-frontier          peak and time of hand-made mixes of keep, offload and recompute, and `layers="auto"` between them
+frontier          peak and time of mixes of keep, offload and recompute
 with_state        together with `offload()` of the optimizer: each alone, and both
 longest_sequence  the longest sequence that trains in 24 GiB, state offloaded; its tries are in the row
 thousand          1,000 iterations with sequences of 1:8: does anything grow?
@@ -39,14 +39,10 @@ from benchmarks.harness import Case, at_least, at_most, is_met, say
 from benchmarks.workload import IN_BACKWARD, OVERLAP_FORWARD, RESIDENT, Size, build, tokens
 from offstage.activations.offload import offload_activations
 
-AUTO_WARM_UP = 8
-"""`"auto"` measures, plans, and corrects its plan up to four times."""
 LINK_FULL = ({"layers": 7}, {"layers": 8}, {"fraction": 0.2}, {"fraction": 0.24})
 """What may fill the link under forward. Of those that cost little enough, the one that moves most counts."""
 MIXES = ((0, 0), (4, 0), (7, 0), (7, 8), (7, 16), (7, 24), (4, 27), (0, 31), (16, 15))
 """Blocks of 32 that offload, and that recompute with their inputs offloaded; the others keep."""
-AUTO_SHARES = (0.12, 0.35, 0.6, 0.85)
-"""Where `device_peak` lies between the lowest and the highest peak of the mixes."""
 STEPS = {"full": 4096, "small": 16}
 """Sequences that are tried are multiples of it."""
 MAX_TRIES = 8
@@ -132,21 +128,6 @@ def frontier(bench: Bench) -> Iterator[Row | None]:
             mixes.append(row)
         yield row
     bench.failed += wrong_mixes(mixes)
-    for number, device_peak in enumerate(device_peaks(bench, mixes)):
-        row = bench.measure(
-            f"auto_{number + 1}",
-            {"layers": "auto", "device_peak": device_peak},
-            warm_up=AUTO_WARM_UP,
-            iterations=min(4, bench.iterations),
-        )
-        if row is not None:
-            row |= {"device_peak_gib": gib(device_peak), **on_frontier(row, mixes, gib(device_peak))}
-            if bench.is_full:
-                row["must"] = {
-                    "ratio_to_frontier": at_most(1.03, row["ratio_to_frontier"]),
-                    "peak_gib": at_most(gib(device_peak), row["peak_gib"]),
-                }
-        yield row
 
 
 def measure_mix(bench: Bench, offloaded: int, recomputed: int) -> Row | None:
@@ -192,35 +173,6 @@ def not_kept(row: Row) -> int:
 
 def is_only(row: Row, what: str) -> bool:
     return bool(row[what]) and row["offloaded"] + row["recomputed"] == row[what]
-
-
-def device_peaks(bench: Bench, mixes: Sequence[Row]) -> list[int]:
-    """Between the lowest and the highest peak of the mixes."""
-    if ON_GPU:
-        low, high = (int(2**30 * of(row["peak_gib"] for row in mixes)) for of in (min, max))
-    else:  # the CPU's memory is not counted: weights, and what so many blocks save
-        by_block = max(row["left_bytes"] // row["offloaded"] for row in mixes if is_only(row, "offloaded"))
-        low = sum(param.nbytes for param in bench.loop.model.parameters()) + 3 * by_block
-        high = low + bench.size.blocks * by_block
-    return [low + int(part * (high - low)) for part in AUTO_SHARES]
-
-
-def on_frontier(row: Row, mixes: Sequence[Row], peak_gib: float) -> Row:
-    """The time of `row` over that of the mixes at `peak_gib`: by steps, and between the two nearest."""
-    fastest: list[tuple[float, float]] = []
-    for peak, median in sorted((mix["peak_gib"], mix["median_ms"]) for mix in mixes):
-        if not fastest or median < fastest[-1][1]:
-            fastest.append((peak, median))
-    below = [point for point in fastest if point[0] <= peak_gib] or fastest[:1]
-    above = [point for point in fastest if point[0] > peak_gib] or below[-1:]
-    (left, slower), (right, faster) = below[-1], above[0]
-    part = (peak_gib - left) / (right - left) if right > left else 0.0
-    between = slower + min(1.0, max(0.0, part)) * (faster - slower)
-    return {
-        "frontier_ms": round(between, 1),
-        "ratio_to_frontier": round(row["median_ms"] / between, 4),
-        "ratio_to_steps": round(row["median_ms"] / slower, 4),
-    }
 
 
 # Beside state

@@ -21,6 +21,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks import plot_memory
 from benchmarks.common import RESULTS
 from benchmarks.workload import GPT, Size
 from offstage import Machine, OffloadConfig, Workload, make_plan
@@ -245,3 +246,7 @@ if __name__ == "__main__":
     overlap_timeline()
     overlap_fractions()
     plans()
+    try:
+        plot_memory.draw()
+    except plot_memory.MissingRowsError as error:  # the others are drawn
+        print(error)

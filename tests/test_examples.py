@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 SAYS = {
     "accelerate_loop": "elements that differ from the run that was not stopped: 0",
     "activations": "weights that differ from those of the run in which activations stayed: 0",
+    "fit": "weights that differ from those of the run with all state on the device: 0",
     "grpo": "elements that differ from the run with resident state: 0",
     "host_weights": "weights that differ from those of the run with all of them on the device: 0",
     "lightning_loop": "weights that differ from those of the run that was never killed: 0",

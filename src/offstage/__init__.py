@@ -19,8 +19,10 @@ if TYPE_CHECKING:
         OffstageError,
         StepLostError,
     )
+    from offstage.fitting.fit import fit
     from offstage.optimizer.optimizer import OffloadedOptimizer, offload
     from offstage.phases.sleep import asleep, sleep, wake
+    from offstage.planning.fit_plan import FitPlan
     from offstage.planning.machine import Machine
     from offstage.planning.measure import measure_machine
     from offstage.planning.plan import Plan
@@ -34,6 +36,7 @@ __all__ = [
     "ActivationConfig",
     "CheckpointError",
     "ConfigError",
+    "FitPlan",
     "HostMemoryError",
     "Machine",
     "OffloadConfig",
@@ -47,6 +50,7 @@ __all__ = [
     "__version__",
     "asleep",
     "checkpoint",
+    "fit",
     "make_plan",
     "measure_machine",
     "offload",
@@ -67,8 +71,10 @@ _NAMES_OF = {
         "OffstageError",
         "StepLostError",
     ),
+    "fitting.fit": ("fit",),
     "optimizer.optimizer": ("OffloadedOptimizer", "offload"),
     "phases.sleep": ("asleep", "sleep", "wake"),
+    "planning.fit_plan": ("FitPlan",),
     "planning.machine": ("Machine",),
     "planning.measure": ("measure_machine",),
     "planning.plan": ("Plan",),

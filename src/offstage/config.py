@@ -13,8 +13,8 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from dataclasses import InitVar, dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, TypeVar
 
 from offstage.errors import ConfigError
 
@@ -98,7 +98,15 @@ def exact_size(num_bytes: int) -> str:
 
 @functools.cache
 def descriptions(cls: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass; nothing where its source is not installed."""
+    """The docstring under each field of a dataclass, inherited ones too; nothing where its source is not installed."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _own_descriptions(base)
+    return found
+
+
+def _own_descriptions(cls: type) -> dict[str, str]:
     try:
         (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     except OSError:
@@ -206,8 +214,8 @@ class OffloadConfig:
     `fraction` takes the same device memory, is as fast, and moves less."""
 
     overlap_forward: bool = False
-    """`step()` does not wait for the updates: each module's forward waits for its own weights only. Needs the model.
-    Code that reads weights outside a forward must call `optimizer.synchronize()` first."""
+    """`step()` does not wait for the updates: each module's forward waits for its own weights only, and so does any
+    other use of a weight through torch. Needs the model."""
 
     update_in_backward: bool = False
     """Update a chunk during backward, as soon as its gradients are final, and free these gradients at once. Clip with
@@ -529,10 +537,9 @@ class OffloadSettings(TypedDict, total=False):
 class ActivationConfig:
     """Which saved tensors leave the device between forward and backward, and when they return."""
 
-    layers: int | Sequence[nn.Module] | Literal["auto"] | None = None
+    layers: int | Sequence[nn.Module] | None = None
     """Number of layers whose tensors leave, spread over the model; or a list of the layers. ``None``: all but
-    `keep_last`. ``"auto"``: each layer keeps, remakes, offloads or recomputes its tensors, in the fastest combination
-    that fits `device_peak`."""
+    `keep_last`."""
     fraction: float = 1.0
     """Share of the chosen layers' saved bytes that leaves."""
     min_bytes: int | str = "1MiB"
@@ -548,17 +555,20 @@ class ActivationConfig:
     """Whether the layers' parameters live on the host and are copied to the device for their forward and backward."""
     host_budget: int | str | None = None
     """The most host memory for tensors that left."""
-    device_peak: int | str | None = None
-    """The most device memory for the whole process, for ``layers="auto"``."""
+    device_peak: InitVar[int | str | None] = None  # refused, with what to use now
 
     @classmethod
     def build(cls, config: ActivationConfig | None, overrides: Mapping[str, Any]) -> ActivationConfig:
         """`config` with `overrides` applied; an unknown field raises and names the nearest one."""
+        if "device_peak" in overrides:
+            _refuse_planning("device_peak", overrides["device_peak"])
         return _built(cls, config, overrides, "offload_activations(model, fraction=0.5)")
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, device_peak: int | str | None) -> None:
+        if device_peak is not None:
+            _refuse_planning("device_peak", device_peak)
         _set_default(self, "min_bytes")
-        for name in ("min_bytes", "host_budget", "device_peak"):
+        for name in ("min_bytes", "host_budget"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
         self._check_layers()
@@ -576,14 +586,15 @@ class ActivationConfig:
                     f"{name} expects a number of layers, at least {least}; found {getattr(self, name)!r}. Leave it "
                     "out for 1."
                 )
-        self._check_auto()
         self._check_effects()
 
     def _check_layers(self) -> None:
-        """Raise unless `layers` is a number, modules, "auto" or `None`; modules become a list."""
+        """Raise unless `layers` is a number, modules or `None`; modules become a list."""
         layers: Any = self.layers
-        if layers is None or _is_one_of(layers, ("auto",)):
+        if layers is None:
             return
+        if _is_one_of(layers, ("auto",)):
+            _refuse_planning("layers", layers)
         if isinstance(layers, int) and not isinstance(layers, bool):
             if layers < 0:
                 raise ConfigError(f"layers expects a number of at least 0; found {layers}. Leave it out for all.")
@@ -596,8 +607,8 @@ class ActivationConfig:
                 object.__setattr__(self, "layers", layers)
                 return
         raise ConfigError(
-            f"layers expects a number of layers, a list of modules, or 'auto'; found {self.layers!r}. Leave it out "
-            "for all but keep_last."
+            f"layers expects a number of layers, or a list of modules; found {self.layers!r}. Leave it out for all but "
+            "keep_last."
         )
 
     def _check_effects(self) -> None:
@@ -613,28 +624,19 @@ class ActivationConfig:
                 "fraction out, or activations=False."
             )
 
-    def _check_auto(self) -> None:
-        if self.layers == "auto" and self.device_peak is None:
-            raise ConfigError(
-                "layers='auto' fits the model into device_peak; expected both, found no device_peak. Give "
-                "device_peak='40GiB' (what the whole process may take), or a number of layers."
-            )
-        if self.layers != "auto" and self.device_peak is not None:
-            raise ConfigError(
-                f"device_peak={exact_size(int(self.device_peak))} is what layers='auto' plans for; found "
-                "layers without it. Add layers='auto', or leave device_peak out."
-            )
-        if self.layers == "auto" and (self.fraction != 1.0 or not self.activations):
-            raise ConfigError(
-                "layers='auto' decides how much leaves, which contradicts fraction and activations=False. Leave them "
-                "out, or give a number of layers."
-            )
+
+def _refuse_planning(field: str, value: object) -> NoReturn:
+    raise ConfigError(
+        f"offload_activations() does what it is told and plans nothing; expected a number of layers or a list of them, "
+        f"found {field}={value!r}. Use offstage.fit(model, optimizer, device_peak=...), which fits state, weights and "
+        "activations together into that much device memory."
+    )
 
 
 class ActivationSettings(TypedDict, total=False):
     """The fields of `ActivationConfig` as keywords."""
 
-    layers: int | Sequence[nn.Module] | Literal["auto"] | None
+    layers: int | Sequence[nn.Module] | None
     fraction: float
     min_bytes: int | str | None
     keep_last: int
@@ -642,4 +644,3 @@ class ActivationSettings(TypedDict, total=False):
     activations: bool
     weights: bool
     host_budget: int | str | None
-    device_peak: int | str | None

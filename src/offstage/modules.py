@@ -7,8 +7,10 @@ only, so two offloads on the same tensors would not know of each other: all but 
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -95,25 +97,46 @@ class ModelAnchor:
         return ModelAnchor, ()
 
 
-class Recomputing:
-    """A layer's own forward, run again in backward where `is_wanted` says so."""
+Around = Callable[[nn.Module], AbstractContextManager[Any]]
 
-    def __init__(self, layer: nn.Module, is_wanted: Callable[[], bool]) -> None:
+
+class Recomputing:
+    """A layer's own forward, run again in backward where `is_wanted` says so. A copy of the layer runs it once."""
+
+    def __init__(self, layer: nn.Module, is_wanted: Callable[[], bool], around: Around) -> None:
+        """`around`: of the layer; what its forward runs within when it runs again, where no hook of the layer does."""
         self._layer, self._was_set = layer, "forward" in vars(layer)
-        self._forward, self._is_wanted = layer.forward, weakref.WeakMethod(is_wanted)
+        self._around: Around | None = around
+        self._forward = layer.forward
+        self._is_wanted: Callable[[], Callable[[], bool] | None] = weakref.WeakMethod(is_wanted)
         layer.forward = self.forward  # type: ignore[method-assign]
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         is_wanted = self._is_wanted()
         if is_wanted is None or not is_wanted():
             return self._forward(*arguments, **keywords)
-        return checkpoint(self._forward, *arguments, use_reentrant=False, **keywords)
+        return checkpoint(self._run, *arguments, use_reentrant=False, **keywords)
+
+    def _run(self, *arguments: Any, **keywords: Any) -> Any:
+        again = running_backward() is not None and self._around is not None
+        with self._around(self._layer) if again else contextlib.nullcontext():  # type: ignore[misc]
+            return self._forward(*arguments, **keywords)
 
     def remove(self) -> None:
+        self._is_wanted = _unwanted
+        if vars(self._layer).get("forward") != self.forward:
+            return  # other code has wrapped it since, and still calls it
         if self._was_set:
             self._layer.forward = self._forward  # type: ignore[method-assign]
         else:
             del self._layer.forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_is_wanted": _unwanted, "_around": None}
+
+
+def _unwanted() -> None:
+    """In place of a reference to what wants a layer recomputed."""
 
 
 def has_saved_tensor_hooks() -> bool:

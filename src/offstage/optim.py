@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from offstage.config import OffloadConfig, documents
+from offstage.config import OffloadConfig, documents, format_size
 from offstage.errors import ConfigError
 from offstage.optimizer.optimizer import OffloadedOptimizer, checked_config
 
@@ -54,6 +54,7 @@ class _ReadyMade(OffloadedOptimizer):
         known = inspect.signature(self.torch_class).parameters.keys()
         self._refuse_unknown(named.keys() - known - _SETTINGS, known)
         settings = {name: value for name, value in named.items() if name not in known}
+        self._refuse_peak(OffloadConfig.build(config, settings))
         optimizer = self.torch_class(params, *options, **{name: named[name] for name in named.keys() & known})
         super().__init__(optimizer, model, checked_config(optimizer, model, config, settings), model_later=True)
 
@@ -64,6 +65,16 @@ class _ReadyMade(OffloadedOptimizer):
             raise ConfigError(
                 f"{type(self).__name__} has no option or setting {name!r}; expected those of "
                 f"torch.optim.{self.torch_class.__name__} and fields of OffloadConfig; {hint}"
+            )
+
+    def _refuse_peak(self, config: OffloadConfig) -> None:
+        if config.device_peak is not None and config.window != "auto":
+            name = self.torch_class.__name__
+            raise ConfigError(
+                f"{type(self).__name__} was given device_peak={format_size(int(config.device_peak))}, which is for a "
+                "model and its optimizer together; expected offstage.fit(), found parameters. Use offstage.fit(model, "
+                f"torch.optim.{name}(params), device_peak=...), or give device_peak to the offload() of your engine in "
+                "offstage.integrations."
             )
 
     def __init_subclass__(cls) -> None:

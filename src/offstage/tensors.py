@@ -97,7 +97,7 @@ def copy_back(flat: torch.Tensor, param: torch.Tensor) -> None:
 
 def _dense_strides(param: torch.Tensor) -> tuple[int, ...]:
     """The strides torch gives to `zeros_like(param)`: the same order, without gaps."""
-    return torch.empty_like(param.detach(), device="meta").stride()
+    return torch.empty_like(param, device="meta").stride()
 
 
 def _same_order(data: torch.Tensor, param: torch.Tensor) -> bool:
@@ -108,14 +108,14 @@ def _same_order(data: torch.Tensor, param: torch.Tensor) -> bool:
 
 # Memory that is elsewhere #
 
-AWAY = "_offstage_away"
-"""Attribute of a tensor that is asleep or waking: what stands in for its memory."""
+GUARD = "_offstage_guard"
+"""Attribute of a tensor whose values must not be used as they are: what is asked before."""
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor`; while it is asleep its copy on the host, and while it is waking itself, once it is back."""
-    away = vars(tensor).get(AWAY)
-    return tensor if away is None else away.readable(tensor)  # type: ignore[no-any-return]
+    guard = vars(tensor).get(GUARD)
+    return tensor if guard is None else guard.readable(tensor)  # type: ignore[no-any-return]
 
 
 # Shards #

@@ -14,6 +14,7 @@ import offstage
 from offstage.activations import storage as saved_storage
 from offstage.activations.offload import offload_activations
 from offstage.errors import ConfigError, OffloadIneffectiveError
+from offstage.planning.choices import Choice
 from tests.activations.test_offload import (
     CONFIGS,
     MODELS,
@@ -535,7 +536,8 @@ def test_the_receipt_of_a_forward():
     assert receipt.host_bytes == handle.host_bytes > 0
     for word in ("forwards", "offloaded", "kept on the device", "returned", "host memory"):
         assert word in str(receipt)
-    assert receipt.plan is None
+    assert receipt.choices == (Choice.OFFLOAD,) * 4 + (Choice.KEEP,)
+    assert "1 keep, 4 offload" in str(receipt)
     for owner, old in ((receipt, "bytes_left"), (receipt, "total_bytes_left"), (handle, "bytes_left")):
         with pytest.warns(DeprecationWarning, match=rf"{old} is called \w*bytes_offloaded now"):
             assert getattr(owner, old) == 2 * inputs

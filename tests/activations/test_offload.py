@@ -412,13 +412,19 @@ def test_random_graphs(operations, late):
 BAD = [
     ({"layers": 5}, "the model has 5 layers"),
     ({"layers": -1}, "at least 0"),
-    ({"layers": "some"}, "number of layers, a list"),
+    ({"layers": "some"}, "number of layers, or a list"),
     ({"layers": [nn.Linear(2, 2)]}, "not part of the model"),
     ({"fraction": 1.5}, "from 0 to 1"),
     ({"keep_last": -1}, "at least 0"),
     ({"prefetch": 0}, "at least 1"),
     ({"min_bytes": "much"}, "a number of bytes or a size"),
     ({"prefetsch": 1}, "did you mean 'prefetch'"),
+    (
+        {"layers": "auto"},
+        r"found layers='auto'\. Use offstage\.fit\(model, optimizer, device_peak=\.\.\.\), which fits",
+    ),
+    ({"device_peak": "8GiB"}, r"found device_peak='8GiB'\. Use offstage\.fit\(model, optimizer, device_peak="),
+    ({"layers": "auto", "device_peak": "8GiB"}, r"Use offstage\.fit\(model, optimizer, device_peak="),
 ]
 
 
@@ -438,7 +444,9 @@ def test_other_bad_input():
     with pytest.raises(ConfigError, match="offloaded already"):
         offload_activations(model)
     handle.remove()
-    offload_activations(model, ActivationConfig(layers=2))
+    offload_activations(model, ActivationConfig(layers=2), prefetch=2)
+    with pytest.raises(ConfigError, match=r"offstage\.fit\(model, optimizer, device_peak="):
+        ActivationConfig(device_peak="8GiB")
 
 
 def test_host_budget():

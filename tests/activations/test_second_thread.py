@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every public method of what `offload_activations()` returns, called from a second thread while the loop trains."""
 
+import itertools
 import threading
 
 import pytest
@@ -9,15 +10,17 @@ from torch import nn
 
 from offstage.activations.offload import ActivationOffload, offload_activations
 from offstage.errors import OffstageError
+from offstage.planning.choices import Choice
 from tests.support.second_thread import assert_clear, second_thread
 from tests.support.training import THREADED, Block, lazily
 
 WIDTH = 16
 READS = {
     "receipt": lambda model, handle: str(handle.receipt()),
-    "plan": lambda model, handle: handle.plan,
     "host_bytes": lambda model, handle: handle.host_bytes,
     "config": lambda model, handle: handle.config,
+    "layers": lambda model, handle: handle.layers,
+    "choices": lambda model, handle: handle.choices,
 }
 
 
@@ -66,27 +69,34 @@ def test_reading_and_removing_while_the_loop_trains(kind):
             model.handle[0] = offload_activations(model, min_bytes=0)
 
         model.handle = [handle]
+        mixes = itertools.cycle([*Choice, *Choice, Choice.KEEP])  # another one each time
         calls = {
             **{name: (lambda model, _, call=call: call(model, model.handle[0])) for name, call in READS.items()},
+            "replan": lambda model, _: model.handle[0].replan([next(mixes) for _ in model.layers]),
             "remove": again,
         }
         found, told = trained(30, calls=calls, handle=handle, model=model)
     assert_clear(told)
-    assert any(error is None for name, error in told if name == "remove")
+    for method in ("remove", "replan"):
+        assert any(error is None for name, error in told if name == method)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_removing_while_a_forward_runs_is_refused():
+def test_removing_and_replanning_while_a_forward_runs_are_refused():
     """Its end would not be seen: the tensors of other models would come here from then on."""
     model = Stack()
     handle = offload_activations(model, min_bytes=0)
     errors = []
 
+    def replan():
+        handle.replan([Choice.KEEP] * 5)
+
     def remove(*_):
-        for call in (handle.remove, lambda: in_a_thread(handle.remove)):
-            with pytest.raises(OffstageError, match="while a forward of the model was running") as info:
-                call()
-            errors.append(info.value)
+        for name, method in (("remove", handle.remove), ("replan", replan)):
+            for call in (method, lambda method=method: in_a_thread(method)):
+                with pytest.raises(OffstageError, match=rf"^{name}\(\) .* while a forward of the model was") as info:
+                    call()
+                errors.append(info.value)
 
     def in_a_thread(call):
         raised = []
@@ -106,7 +116,7 @@ def test_removing_while_a_forward_runs_is_refused():
     expected, _ = trained(2)
     found, _ = trained(2, model=model)
     hook.remove()
-    assert len(errors) == 4
+    assert len(errors) == 8
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     handle.remove()
     assert not torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -117,4 +127,5 @@ def test_removing_while_a_forward_runs_is_refused():
 
 def test_every_public_method_is_among_them():
     public = {name for name in vars(ActivationOffload) if not name.startswith("_")}
-    assert public <= {*READS, "remove", "bytes_left"}  # bytes_left is an old name of an attribute
+    # bytes_left is an old name of an attribute; begin_late is called by a hook of the forward that it begins
+    assert public <= {*READS, "remove", "replan", "bytes_left", "begin_late"}

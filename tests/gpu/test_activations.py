@@ -18,6 +18,7 @@ from benchmarks.overlap_bits import Checked, delayed_lanes
 from offstage.activations.offload import ActivationOffload, offload_activations
 from offstage.lanes.lanes import Lane
 from offstage.lanes.link import use_lanes
+from offstage.planning.choices import Choice
 from tests.support.gates import no_synchronisation
 from tests.support.lives import end_step
 
@@ -156,28 +157,31 @@ def test_weights_on_the_host_get_the_same_gradients(config: dict[str, Any], chec
     assert_same(gradients(config), gradients(None))
 
 
-def test_a_plan_fits_the_peak() -> None:
-    def peak(config: dict[str, Any] | None) -> int:
-        torch.manual_seed(0)
-        model = Model(checkpointed=False).to(DEVICE)
-        handle = None if config is None else offload_activations(model, min_bytes="4KiB", **config)
-        x = torch.randn(32, TOKENS, WIDTH, device=DEVICE)
-        for _ in range(8):
-            model(x).backward()
-            model.zero_grad()
+@pytest.mark.parametrize("choice", [Choice.OFFLOAD, Choice.RECOMPUTE])
+def test_choices_lower_the_peak_and_keep_the_gradients(choice: Choice) -> None:
+    """All layers but the last, from one iteration to the next and back."""
+    torch.manual_seed(0)
+    model = Model(checkpointed=False).to(DEVICE)
+    x = torch.randn(32, TOKENS, WIDTH, device=DEVICE)
+
+    def iterate() -> tuple[int, list[torch.Tensor]]:
+        model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         model(x).backward()
-        if handle is not None:
-            assert handle.plan is not None
-            handle.remove()
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    kept = peak(None) - before
-    gc.collect()
-    wanted = int(0.7 * kept) + torch.cuda.memory_allocated()
-    assert peak({"layers": "auto", "device_peak": wanted}) <= wanted
+    iterate()
+    plain, expected = iterate()
+    with offload_activations(model, min_bytes="4KiB") as handle:
+        num_layers = len(handle.layers)
+        found = {}
+        for one in (choice, Choice.KEEP, choice):
+            handle.replan([one] * (num_layers - 1) + [Choice.KEEP])
+            for _ in range(3):
+                found[one], gradients = iterate()
+                assert_same(gradients, expected)
+    assert found[choice] < 0.8 * found[Choice.KEEP]
+    assert found[Choice.KEEP] < 1.05 * plain
 
 
 def test_no_synchronisation_and_no_growth() -> None:

@@ -98,7 +98,7 @@ def test_what_is_observed_of_weights_on_the_host(tmp_path):
     assert about["plan"]["prediction"]["iteration_ms"] > 0
 
 
-@pytest.mark.parametrize("mode", ["checkpoint", "offload", "checkpoint_and_offload", "auto"])
+@pytest.mark.parametrize("mode", ["checkpoint", "offload", "checkpoint_and_offload"])
 def test_activations(mode, resident, tmp_path):
     done = go(tmp_path, "forward", activations={"mode": mode})
     assert differences(done.checkpoint, resident.checkpoint) == []

@@ -56,15 +56,6 @@ def test_readers_find_new_weights(lazy_seed):
     assert_same_tree(found.seen, expected.seen)
 
 
-def test_readers_find_old_weights_without_the_callback():
-    """Otherwise the test above could not fail."""
-    found, expected = Reader(), Reader()
-    fit(ours(), [expected])
-    fit(ours(**FORWARD), [found], lazy_seed=0)
-    with pytest.raises(AssertionError, match="elements differ"):
-        assert_same_tree(found.seen, expected.seen)
-
-
 def test_the_modules_own_hooks():
     (found, _), (expected, _) = averages(OffloadCallback, kind=SelfReader)
     assert_same_tree(found.seen, expected.seen)

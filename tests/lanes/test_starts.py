@@ -81,7 +81,7 @@ PLACES = {
     "memory/threads.py:start_some": "offload",
     "memory/threads.py:together": "offload",
     "optimizer/places.py:Places.wait_for_snapshots": "save in the background",
-    "optimizer/runtime.py:Runtime._keep_or_revert": "clipped step",
+    "optimizer/runtime.py:Runtime.keep_or_revert": "clipped step",
     "planning/rates.py:_per_second": "measure",
     "train/progress.py:Rich.begin": "bar",
     "train/timeline.py:CpuUse._run": "cpu use",
@@ -89,6 +89,7 @@ PLACES = {
     "train/timeline.py:CpuUse.stop": "cpu use",
 }
 OTHERS = {
+    "lanes/testing/simulated.py:SimulatedLanes.wait": "a clock that is moved",
     "engine/engine.py:Engine.take": "a stopwatch",
     "lanes/link.py:link_for": "a context variable",
     "memory/threads.py:Latch.__init__": "a lock that no other thread knows yet",

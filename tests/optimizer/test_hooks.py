@@ -344,7 +344,7 @@ def test_tied_parameters(config):
 
 @pytest.mark.parametrize("config", EVERYTHING, ids=NAMES)
 def test_multihead_attention(config):
-    """It reads the weight of its `out_proj` without calling it: step() waits for that one, and only for it."""
+    """It reads the weight of its `out_proj` without calling it: its own forward waits for that one, too."""
 
     def life(settings):
         torch.manual_seed(0)
@@ -367,23 +367,38 @@ def test_multihead_attention(config):
         with lazily(seed):
             got = life(config)
         assert_same(*expected[:2], *got[:2])
-        assert got[2] == ({"in_proj_weight", "in_proj_bias"} if config.get("overlap_forward") else set())
-        fallbacks = ["waits for 2 of 4 parameters" in text for text in got[1].receipt().fallbacks]
-        assert fallbacks == ([True] if config.get("overlap_forward") else [])
+        names = {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
+        assert got[2] == (names if config.get("overlap_forward") else set())
+        assert got[1].receipt().fallbacks == expected[1].receipt().fallbacks
 
 
 class ReadsDirectly(nn.Module):
-    """Sometimes calls its layer, sometimes reads its weight."""
+    """Sometimes calls its layer, sometimes reads its weight; then it can also be in a way that asks nothing."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.ModuleDict({"layer": nn.Linear(48, 48)})
         self.directly = False
+        self.unasked = False
 
     def forward(self, x):
         layer = self.inner["layer"]
-        return nn.functional.linear(x, layer.weight, layer.bias) if self.directly else layer(x)
+        if not self.directly:
+            return layer(x)
+        with torch._C.DisableTorchFunctionSubclass() if self.unasked else contextlib.nullcontext():
+            return nn.functional.linear(x, layer.weight, layer.bias)
+
+
+def test_a_weight_read_by_another_module_is_the_new_one():
+    """It waits by itself, and the gradient that comes of it counts."""
+
+    def life(model, optimizer):
+        for number in range(6):
+            model.directly = number % 2 == 1
+            iterate(model, optimizer, [number])
+
+    assert_same_lives(life, FORWARD, BOTH, model=ReadsDirectly)
 
 
 @pytest.mark.parametrize("micro_batch", ["the last", "an earlier one"])
@@ -396,7 +411,7 @@ def test_a_weight_read_without_its_cue_raises_and_names_the_module(micro_batch):
         model = ReadsDirectly()
         optimizer = offstage.offload(adamw(model.parameters()), model, **FORWARD)
         iterate(model, optimizer, range(1))
-        model.directly = True
+        model.directly = model.unasked = True
         accumulating = contextlib.nullcontext() if micro_batch == "the last" else optimizer.accumulate()
         with pytest.raises(OffstageError) as info, accumulating:
             model(inputs(1)).sum().backward()
@@ -409,7 +424,7 @@ def test_a_weight_read_without_its_cue_after_synchronize_is_fine():
 
     def life(model, optimizer):
         for number in range(6):
-            model.directly = number % 2 == 1
+            model.directly = model.unasked = number % 2 == 1
             if model.directly:
                 optimizer.synchronize()
             iterate(model, optimizer, [number])
@@ -598,15 +613,16 @@ def test_compiled_after_offload(in_place, backend, caplog):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_in_the_middle_of_training_raises():
-    """The updates of the last eager step were left to forwards that now give no cue."""
-    with lazily(0):
-        model = mlp()
-        optimizer = offstage.offload(adamw(model.parameters()), model, **FORWARD)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_in_the_middle_of_training(backend):
+    """The updates of the last eager step were left to forwards that now give no cue: the region's inputs wait."""
+
+    def life(model, optimizer):
+        torch.compiler.reset()
         iterate(model, optimizer, range(1))
-        compiled = torch.compile(model, backend="aot_eager")
-        with pytest.raises(OffstageError, match="compile the model before offload"):
-            compiled(inputs(1)).sum().backward()
+        iterate(torch.compile(model, backend=backend), optimizer, range(1, 4))
+
+    assert_same_lives(life, FORWARD, BOTH, model=mlp)
 
 
 # Reads

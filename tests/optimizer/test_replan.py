@@ -146,7 +146,7 @@ def test_more_parameters_and_more_keys_afterwards():
 
 REFUSED = {
     "formats": ({"master_weights": "none"}, ConfigError, ["found master_weights", "load its state_dict()"]),
-    "cues": ({"overlap_forward": True}, ConfigError, ["found overlap_forward"]),
+    "window": ({"window": "all"}, ConfigError, ["found window", "load its state_dict()"]),
     "unknown": ({"device_budgets": 1}, ConfigError, ["did you mean 'device_budget'"]),
     "no room": ({"device_budget": "1KiB"}, ConfigError, ["device_budget of 1.0 KiB cannot hold", "Raise it to"]),
     "no memory": ({"host_budget": "1KiB"}, HostMemoryError, ["host_budget of 1.0 KiB cannot hold", "Raise it to"]),

@@ -45,6 +45,7 @@ FEATURES = (
     "sleep and wake",
     "lazy lanes",
     "activation offload",
+    "device_peak",
 )
 _BEGIN, _END = "<!-- made by tests/support/engine_matrix.py -->\n", "<!-- end -->\n"
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from offstage.errors import OffstageError
+from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
 from tests.support.lives import end_step
 from tests.support.training import same_bits
 
@@ -117,9 +117,13 @@ class Iterations:
     EVENTS = (
         *["iterate"] * 6, "two micro-batches", "checkpointed", "not finite", "by hand", "evaluate", "save and load",
         "load the model", "write a weight", "write state", "read", "lr", "amsgrad", "freeze", "add a group", "drain",
-        "prefetch", "evict", "replan", "sleep", "sleep",
+        "prefetch", "evict", "replan", *["replan cues", "replan weights", "sleep"] * 2,
     )  # fmt: skip
-    IN_BETWEEN = ("nothing", "nothing", "nothing", "drain", "prefetch", "evict", "receipt", "replan", "sleep")
+    IN_BETWEEN = (
+        *["nothing"] * 3, "drain", "prefetch", "evict", "receipt", "replan", "replan cues", "replan weights", "sleep",
+    )  # fmt: skip
+    CUES = tuple({"overlap_forward": one, "update_in_backward": two} for one in (False, True) for two in (False, True))
+    WEIGHTS = ("device", "host", 0.5)
     FORMATS = (*FORMATS, (torch.float32, {"fraction": 0.5}))
     PLACES = (
         *({"window": window} for window in (0, "16KiB", "48KiB", "all")),
@@ -159,8 +163,9 @@ class Iterations:
         self.move(self.in_between)
         end_step(self.optimizer)
 
-    def move(self, what: str) -> None:
+    def move(self, what: str, number: int | None = None) -> None:
         """Things that may be done at any time and change nothing."""
+        number = self.iterations if number is None else number
         if what == "drain":
             self.optimizer.synchronize()
         elif what == "receipt":
@@ -172,6 +177,15 @@ class Iterations:
         elif what == "sleep" and "slots" in self.config:  # the one that is compared with never sleeps
             with contextlib.suppress(OffstageError):  # where backward has updated some weights
                 self.lanes.run(self.sleep)
+        elif what in ("replan cues", "replan weights") and "slots" in self.config:  # the other one never changes
+            changes = dict(self.CUES[number % 4]) if what == "replan cues" or number & 4 else {}
+            if what == "replan weights":
+                changes["weights"] = self.WEIGHTS[number % 3]
+            try:
+                self.optimizer.replan(**changes)
+            except OffstageError as error:  # where backward has updated some weights, or there is a window
+                if type(error) not in (OffstageError, ConfigError, OffloadIneffectiveError):
+                    raise
         elif what == "replan":
             with contextlib.suppress(OffstageError):  # where backward has updated some weights
                 self.optimizer.replan(fraction=1.0 if self.iterations % 2 else 0.5)
@@ -198,6 +212,8 @@ class Iterations:
         if event == "iterate":
             self.loss(number).backward()
             self.finish_iteration()
+        elif event in ("replan cues", "replan weights"):
+            self.move(event, number)
         elif event == "two micro-batches":
             with optimizer.accumulate():
                 self.loss(number).backward()

@@ -33,6 +33,7 @@ READS = {
     "len(state)": lambda model, optimizer: len(optimizer.state),
     "in state": lambda model, optimizer: first(model) in optimizer.state,
     "receipt": lambda model, optimizer: str(optimizer.receipt()),
+    "fitted": lambda model, optimizer: optimizer.fitted,
     "plan": lambda model, optimizer: optimizer.plan.summary(),
     "config": lambda model, optimizer: optimizer.config.fraction,
     "repr": lambda model, optimizer: repr(optimizer),

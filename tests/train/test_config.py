@@ -27,6 +27,7 @@ from offstage.train.config import (
     resolved,
     to_toml,
 )
+from offstage.train.fit_settings import passed_on
 from offstage.train.settings import check, expected, field_types, from_text, nearest
 
 # For every flag: words for it, what they come to, and what else has to be said with them.
@@ -80,7 +81,6 @@ SAMPLES = {
     "offload.slots": (["4"], 4),
     "offload.pin_memory": (["false"], False),
     "activations.mode": (["checkpoint_and_offload"], "checkpoint_and_offload"),
-    "activations.device_peak": (["24GiB", "--activations.mode", "auto"], 24 << 30),
     "activations.fraction": (["0.5", "--activations.mode", "offload"], 0.5),
     "parallel.fsdp": (["false"], False),
     "parallel.stages": (["2", "--data.micro-batches", "2"], 2),
@@ -108,7 +108,7 @@ SAMPLES = {
     "run.memory_snapshot": (["true"], True),
     "run.deterministic": (["false"], False),
 }
-FLAGS = [f"{section}.{name}" for section, cls in SECTIONS.items() for name in field_types(cls)]
+FLAGS = [f"{section}.{name}" for section, cls in SECTIONS.items() if section for name in field_types(cls)]
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -134,6 +134,53 @@ def test_every_setting_has_a_flag(flag):
     assert type(value(config, flag)) is type(found)
 
 
+@pytest.mark.parametrize(("name", "size"), [("device_peak", 24 * 2**30), ("host_budget", 90 * 2**30)])
+def test_limits_are_above_all_sections(name, size, tmp_path):
+    """As flags without a prefix, and in a file before the first table."""
+    words = ["--device-peak", "24GiB", "--host-budget=90GiB"]
+    config = load_config(None, words)
+    assert getattr(config.fit, name) == size
+    assert to_toml(config).startswith('device_peak = "24GiB"\nhost_budget = "90GiB"\n\n[model]')
+    assert load_config(written(tmp_path, to_toml(config)), []) == config
+    assert load_config(written(tmp_path, to_toml(config)), [f"--{name.replace('_', '-')}=7TiB"]).fit != config.fit
+    assert len(descriptions(SECTIONS[""])[name]) > 10
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--device-peak=0", "device_peak expects more than 0 bytes; found 0"),
+        ("--device-peak=lots", "device_peak expects a number of bytes or a size such as '8GiB'"),
+        ("--host-budget=1GiB", "host_budget=1GiB is a limit beside device_peak; found no device_peak"),
+        ("--device-peak=1GiB --offload.fraction=0.5", "contradicts offload.fraction=0.5. Leave that out"),
+        ("--device-peak=1GiB --offload.weights=host", "contradicts offload.weights='host'"),
+        ("--device-peak=1GiB --offload.window=all", "contradicts offload.window='all'"),
+        ("--device-peak=1GiB --offload.host-budget=1GiB", "for the host's memory use host_budget"),
+        (
+            "--device-peak=1GiB --offload.overlap-forward --offload.update-in-backward --offload.update-on=auto",
+            "contradicts offload.update_on='auto', offload.overlap_forward=True, offload.update_in_backward=True",
+        ),
+        ("--device-peak=1GiB --activations.mode=checkpoint", "contradicts activations.mode='checkpoint'"),
+        ("--device-peak=1GiB --parallel.stages=2 --data.micro-batches=2", "one process.*found parallel.stages=2"),
+        ("--device-peak=1GiB --parallel.fsdp=true", "one process.*found parallel.fsdp=true"),
+        ("--activations.mode=auto", "found 'auto'. Use --device-peak"),
+        ("--offload.device-peak=1GiB", "Use --device-peak"),
+    ],
+)
+def test_what_contradicts_a_limit(words, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, words.split())
+
+
+def test_formats_go_with_a_limit():
+    words = "--device-peak=1GiB --offload.master-weights=split --offload.state-dtype=bfloat16 --offload.min-bytes=0"
+    assert passed_on(load_config(None, words.split()).offload) == {
+        "master_weights": "split",
+        "state_dtype": "bfloat16",
+        "min_bytes": 0,
+    }
+
+
 def test_flags_may_have_underscores():
     assert load_config(None, ["--run.save_every", "3", "--data.micro_batches=4"]) == TrainConfig(
         run=RunSettings(save_every=3), data=DataSettings(micro_batches=4)
@@ -142,7 +189,6 @@ def test_flags_may_have_underscores():
 
 def test_every_setting_survives_toml(tmp_path):
     needs = {
-        "activations.device_peak": {"mode": "auto"},
         "activations.fraction": {"mode": "offload"},
         "lora.alpha": {"rank": 8},
         "lora.targets": {"rank": 8},
@@ -267,7 +313,6 @@ CONTRADICTIONS = {
     ],
     "targets of no adapters": ["--lora.targets", "out"],
     "a share of nothing": ["--activations.fraction", "0.5"],
-    "a peak that is not asked": ["--activations.mode", "checkpoint", "--activations.device-peak", "1GiB"],
     "more experts than there are": ["--model.experts", "2", "--model.experts-per-token", "3"],
 }
 
@@ -328,7 +373,8 @@ def test_python_gets_the_same_checks():
         TrainConfig(model={"size": "1M"})
     assert DataSettings(paths=["a"]).paths == ("a",)
     assert OptimizerSettings(lr=1).lr == 1.0
-    assert ActivationSettings(mode="auto", device_peak="1GiB").device_peak == 1 << 30
+    with pytest.raises(ConfigError, match=r"activations.mode expects one of .*; found 'auto'. Use --device-peak"):
+        ActivationSettings(mode="auto")
     with pytest.raises(dataclasses.FrozenInstanceError):
         ParallelSettings().stages = 2
 

@@ -20,7 +20,6 @@ from offstage.train.loop import NotFiniteError
 from offstage.train.model import build as build_model
 from tests.support import stand_in
 from tests.support.lives import end_step
-from tests.support.ranks import RankError
 from tests.support.trainer import PLANS, differences, losses_of, rows_of, tensors_of, train, train_there, values_of
 
 # What it learns
@@ -159,8 +158,6 @@ MODES = {
     "offload": ({"mode": "offload"}, 0, True),
     "a share": ({"mode": "offload", "fraction": 0.5}, 0, True),
     "both": ({"mode": "checkpoint_and_offload"}, 4, True),
-    "auto, no limit": ({"mode": "auto"}, 0, False),
-    "auto, tight": ({"mode": "auto", "device_peak": "30MiB"}, 0, True),
 }
 """Settings; how many layers the model computes again by itself; whether something leaves."""
 
@@ -182,18 +179,6 @@ def test_activations(mode, kept, tmp_path, monkeypatch):
     assert len(training.passes.model.checkpointed) == num_checkpointed
     assert bool(sum(handle.bytes_offloaded for handle in training.activations)) == leaves
     assert bool(sum(handle.bytes_returned for handle in training.activations)) == leaves
-
-
-def test_auto_refuses_what_cannot_fit(tmp_path):
-    with pytest.raises(ConfigError, match=r"device_peak=4\.0 MiB is not enough"):
-        train(tmp_path, activations={"mode": "auto", "device_peak": "4MiB"}, **LARGE)
-
-
-def test_auto_does_not_know_stages(ranks, tmp_path):
-    sections = {"parallel": {"stages": 2}, "data": {"micro_batches": 2}}
-    values = values_of(tmp_path, activations={"mode": "auto", "device_peak": "1GiB"}, **sections)
-    with pytest.raises(RankError, match=r"activations\.mode='auto'.*found pipeline stages"):
-        ranks.run(2, train_there, values)
 
 
 def test_evaluations_and_samples_change_nothing(tmp_path):

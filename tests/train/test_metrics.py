@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from offstage.errors import OffstageError
+from offstage.lanes import accelerator
 from offstage.train import loop, progress, run_info, signals
 from offstage.train.metrics import Row
 from offstage.train.passes import sample_tokens
@@ -273,3 +274,18 @@ def test_a_failure_counts_more_than_a_signal():
     asked.ask(signal.SIGINT)
     asked.begin_step(failed=True)
     assert asked.end_step() == FAILED
+
+
+def test_a_peak_is_remembered_when_statistics_are_reset(monkeypatch):
+    """`fit` resets them to see what parts of an iteration take."""
+    device, now = torch.device("cuda:0"), {"peak": 700}
+    monkeypatch.setattr(accelerator, "_HIGHEST", {})
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda device: now["peak"])
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda index: now.update(peak=100))
+    lanes = object.__new__(accelerator.AcceleratorLanes)  # without streams
+    lanes.device = device
+    lanes.reset_peak()
+    assert accelerator.highest_peak(device) == 700
+    assert now["peak"] == 100
+    now["peak"] = 900
+    assert accelerator.highest_peak(device) == 900

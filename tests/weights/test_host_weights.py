@@ -965,7 +965,10 @@ def test_a_weight_that_changes_its_kind_is_refused(mode):
 
 @pytest.mark.parametrize("mode", ["under forward"])
 def test_weights_read_in_another_way_are_never_old_ones(mode):
-    """A weight is used without its layer's forward while its update may still be due: one clear error."""
+    """A weight is used without its layer's forward while its update may still be due.
+
+    It waits by itself; where it cannot, because nothing is asked, there is one clear error.
+    """
     model, optimizer = offloaded(config=MODES[mode])
     for number in range(3):
         iterate(model, optimizer, [number])
@@ -978,14 +981,15 @@ def test_weights_read_in_another_way_are_never_old_ones(mode):
     iterate(model, optimizer, [4])
     x = inputs(5)
     for layer in model.layers[:3]:
-        x = x + nn.functional.linear(x, layer.up.weight)
+        with torch._C.DisableTorchFunctionSubclass():
+            x = x + nn.functional.linear(x, layer.up.weight)
     with pytest.raises(OffstageError, match=r"was not seen since the last step\(\)"):
         x.pow(2).mean().backward()
 
 
 @pytest.mark.parametrize("which", [(0,), (1, 2), (5,)], ids=str)
 @EACH
-def test_weights_read_in_another_way_are_right_or_refused(mode, which):
+def test_weights_read_in_another_way_are_right(mode, which):
     """Also where the update is done on the device, and the host's tensor is not written yet."""
 
     def life(model, optimizer):
@@ -999,10 +1003,7 @@ def test_weights_read_in_another_way_are_right_or_refused(mode, which):
             else:
                 iterate(model, optimizer, [number])
 
-    with contextlib.suppress(OffstageError):
-        same(life, mode)
-        return
-    refused(OffstageError, lambda: same(life, mode), "was not seen since the last step()")
+    same(life, mode)
 
 
 # What fails
@@ -1449,14 +1450,14 @@ def test_close_between_a_forward_and_its_backward(mode):
     expected = net()
     model, optimizer = offloaded(config=MODES[mode])
     loss, again = loss_of(model, 0), loss_of(model, 1)
-    layers = host_weights(optimizer).layers
+    there = host_weights(optimizer).weights
     optimizer.close()
     loss.backward()
     loss_of(expected, 0).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
-    for layer in layers:
-        layer.device = torch.device("meta")
-    refused(OffstageError, again.backward, "closed between a forward and its backward", "Call backward first")
+    for weight in there:
+        weight.device = torch.device("meta")
+    refused(OffstageError, again.backward, "closed, or replanned, between a forward and its backward", "backward first")
 
 
 @pytest.mark.parametrize("config", [*MODES.values(), {**SMALL, "update_in_backward": True}])

@@ -1,49 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DeviceActivations`: the lanes, the host memory and the rates for saved tensors of one device."""
+"""`DeviceActivations`: the lanes and the host memory for saved tensors of one device."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import deque
 
 import torch
-from torch.nn import functional as F
 
-from offstage.activations.proofs import Proofs, digest_of
+from offstage.activations.proofs import Proofs
 from offstage.config import ActivationConfig
 from offstage.errors import OffstageError
-from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
+from offstage.lanes.lanes import Lane, Mark, copy_work
 from offstage.lanes.link import link_for
 from offstage.memory.pool import HostPool, Range
-
-_MEASURED_BYTES, _MEASURED_TIMES = 32 * 1024 * 1024, 4
-_SHORTEST_MS = 1e-6
-"""The clock of test lanes does not advance."""
 
 
 class DeviceActivations:
     """Made when the first tensor of a device is saved."""
 
     def __init__(self, device: torch.device, config: ActivationConfig) -> None:
-        self._link = link_for(device)
-        self.lanes = self._link.lanes()
+        self.lanes = link_for(device).lanes()
         self.pool = HostPool(device, None if config.host_budget is None else int(config.host_budget))
         self.proofs = Proofs()
         self.here_bytes = 0
-        """Of saved tensors that are on the device."""
+        """Of tensors that layers have saved, and that are on the device."""
         self._releases: deque[tuple[Range, Mark, torch.Tensor | None]] = deque()
         self.refuse_capture()
-
-    @property
-    def link_gb_per_s(self) -> float:
-        """What the link carries each way, with both directions busy."""
-        return self._link.gb_per_s(self.lanes)
-
-    @functools.cached_property
-    def remaking_gb_per_s(self) -> float:
-        """How fast the device remakes saved tensors. Measured the first time."""
-        return measure_remaking(self.lanes)
 
     def refuse_capture(self) -> None:
         if self.lanes.capturing():
@@ -106,22 +89,3 @@ class DeviceActivations:
         self.run_releases()
         self.lanes.synchronize("trim: the host memory is not in use")
         self.lanes.touch_on_host(writes=self.pool.trim())
-
-
-def measure_remaking(lanes: Lanes) -> float:
-    """GB/s of saved tensors that are remade: those of a gated layer, the most common ones. The host waits."""
-    nbytes = _MEASURED_BYTES if lanes.device.type != "cpu" else _MEASURED_BYTES // 32
-    gate, up = torch.zeros(2, nbytes // 2, dtype=torch.bfloat16, device=lanes.device)
-
-    def remake(times: int) -> None:
-        for _ in range(times):
-            made = F.silu(gate).mul(up), F.silu(gate)  # for the linear layer behind, and for the product's own backward
-            for one in made:
-                digest_of(one)  # when it is saved,
-                digest_of(one)  # and when it is remade
-
-    remake(1)  # the first time is slower
-    start = lanes.stamp(Lane.CALLER)
-    remake(_MEASURED_TIMES)
-    milliseconds = lanes.elapsed_ms(start, lanes.stamp(Lane.CALLER))
-    return _MEASURED_TIMES * 2 * nbytes / max(milliseconds, _SHORTEST_MS) / 1e6

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -12,9 +13,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offstage.activations.layers import GraphLifetime, LayerCall
-from offstage.activations.plan import Choice
+from offstage.activations.observer import LayerObserver
 from offstage.activations.storage import SavedStorage, Storage
 from offstage.activations.traffic import Traffic
+from offstage.planning.choices import Choice
 from offstage.weights.host_weights import HostWeights
 
 
@@ -23,6 +25,7 @@ class ForwardPass:
 
     def __init__(self, choices: Sequence[Choice], traffic: Traffic) -> None:
         self.choices, self.traffic = choices, traffic
+        self.observer: LayerObserver | None = None
         self.hooks: Any = None
         """On the tensors that autograd saves; `None` where it saves none: an evaluation."""
         self.lifetime = GraphLifetime()
@@ -36,6 +39,8 @@ class ForwardPass:
         """Less has to leave than in the forward before."""
         self.num_calls = 0
         """Of layers."""
+        self.calls_of: Counter[nn.Module] = Counter()
+        """Of each of them."""
         self.call: LayerCall | None = None
         """The one under way."""
         self.previous: LayerCall | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are a model's layers, what the configuration says of each, and `LayerCall`: one call of one of them."""
+"""What each of a model's layers does, as the configuration or the user says, and `LayerCall`: one call of one."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_leaves
 
-from offstage.activations.plan import Choice, spread
 from offstage.config import ActivationConfig
 from offstage.errors import ConfigError
-from offstage.modules import size_of
+from offstage.memory.guarded import class_of, unguarded
+from offstage.planning.choices import Choice, spread
 
 ORDINARY = (torch.Tensor, nn.Parameter)
 
 
 def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[Choice, ...]:
     """What each layer does, as far as the configuration says it."""
-    if isinstance(config.layers, Sequence) and not isinstance(config.layers, str):
+    if isinstance(config.layers, Sequence):
         return (Choice.OFFLOAD,) * len(layers)
     movable = max(0, len(layers) - config.keep_last)
     count = config.layers if isinstance(config.layers, int) else movable
@@ -34,9 +35,28 @@ def choices_of(layers: Sequence[nn.Module], config: ActivationConfig) -> tuple[C
     return tuple(Choice.OFFLOAD if number in away else Choice.KEEP for number in range(len(layers)))
 
 
-def kind_of(layer: nn.Module) -> tuple[type[nn.Module], int]:
-    """Layers of one kind save as much as each other, and do the same with it."""
-    return type(layer), size_of(layer)
+def checked_choices(choices: Sequence[Choice], layers: Sequence[nn.Module]) -> tuple[Choice, ...]:
+    """`choices`, if `layers` can do that."""
+    found = tuple(choices)
+    if len(found) != len(layers) or not all(isinstance(choice, Choice) for choice in found):
+        raise ConfigError(
+            f"replan() expects a Choice for each of {len(layers)} layers; found {len(found)}"
+            f"{'' if len(found) != len(layers) else f', {found!r}'}. Give one for each of handle.layers, such as "
+            "Choice.KEEP."
+        )
+    for number, (layer, choice) in enumerate(zip(layers, found, strict=True)):
+        if choice is Choice.RECOMPUTE and not can_recompute(layer):
+            raise ConfigError(
+                f"replan() would recompute layer {number}, a {type(layer).__name__}, which has running statistics: "
+                "they would count each batch twice; expected another choice. Use KEEP, REMAKE or OFFLOAD for it."
+            )
+    return found
+
+
+def can_recompute(layer: nn.Module) -> bool:
+    """Whether a second forward changes nothing: running statistics would count every batch twice."""
+    norms = [module for module in layer.modules() if isinstance(module, _NormBase)]
+    return not any(norm.track_running_stats for norm in norms)
 
 
 class GraphLifetime:
@@ -75,7 +95,9 @@ class LayerCall:
 def storages_of(module: nn.Module) -> dict[int, StorageWeakRef]:
     """Of parameters and buffers. While there is a reference to a storage, its address is not used for another."""
     tensors = [*module.parameters(), *module.buffers()]
-    return _references(tensor for tensor in tensors if type(tensor) in ORDINARY)
+    # A weight whose update is late is guarded. Its values are not used here: nothing has to wait for them.
+    with unguarded():
+        return _references(tensor for tensor in tensors if class_of(tensor) in ORDINARY)
 
 
 def _references(tensors: Iterable[torch.Tensor]) -> dict[int, StorageWeakRef]:

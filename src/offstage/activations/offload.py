@@ -19,6 +19,7 @@ import functools
 import logging
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
@@ -26,21 +27,22 @@ from torch import nn
 
 from offstage.activations.device import DeviceActivations
 from offstage.activations.forward_pass import ForwardPass, frames
+from offstage.activations.idle import IdleWatch
 from offstage.activations.layers import (
     ORDINARY,
     GraphLifetime,
     LayerCall,
+    checked_choices,
     choices_of,
     storages_of,
 )
-from offstage.activations.measuring import LayerMeasurements
-from offstage.activations.plan import ActivationPlan, Choice
+from offstage.activations.observer import LayerObserver
 from offstage.activations.receipt import ActivationReceipt, renamed
 from offstage.activations.remaking import RemadeStorage, TriedStorage, remakable_storage
 from offstage.activations.storage import Saved, SavedStorage, Storage
 from offstage.activations.traffic import Traffic
-from offstage.config import ActivationConfig, ActivationSettings, documents, format_size
-from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError
+from offstage.config import ActivationConfig, ActivationSettings, documents
+from offstage.errors import ConfigError, OffstageError
 from offstage.lanes.lanes import Lanes
 from offstage.modules import (
     LayerHook,
@@ -54,13 +56,12 @@ from offstage.modules import (
     running_backward,
     size_of,
 )
-from offstage.weights.host_weights import HostWeights, SavedWeight, host_weights_of
+from offstage.planning.choices import Choice
+from offstage.weights.host_weights import HostWeights, host_weights_of, running_again
 from offstage.weights.moving import weights_for_other_optimizers
+from offstage.weights.saved_weight import SavedWeight
 
 logger = logging.getLogger("offstage")
-
-_IDLE_FORWARDS = 3
-"""Forwards after which something must have moved."""
 
 
 @documents(ActivationConfig)
@@ -110,10 +111,16 @@ class ActivationOffload:
         self.bytes_offloaded = 0
         self.bytes_returned = 0
         self.bytes_remade = 0
+        self.observer: LayerObserver | None = None
+        """Told what the layers do. Set it between forwards."""
         self._model = weakref.ref(model)
         self._layers = layers_of(model, config.layers)
         self._num_layers = num_layers_of(model, self._layers)
         self._sizes = {layer: size_of(layer) for layer in self._layers}
+        self._places: dict[nn.Module, list[int]] = {}
+        """A layer that is called several times may be several."""
+        for number, layer in enumerate(self._layers):
+            self._places.setdefault(layer, []).append(number)
         self._choices = choices_of(self._layers, config)
         self._devices: dict[torch.device, DeviceActivations] = {}
         self._reached: LayerCall | None = None
@@ -129,12 +136,13 @@ class ActivationOffload:
         self._turn = threading.RLock()
         """A forward that begins, a backward that asks for a tensor and `remove()` may be in three threads."""
         self._in_flight: weakref.WeakSet[GraphLifetime] = weakref.WeakSet()
-        """Forwards whose backward is still to come; counted for the plan."""
+        """Forwards whose backward is still to come."""
         self._num_forwards = 0
+        self._idle = IdleWatch(config, len(self._layers))
         self._last: ForwardPass | None = None
         self._handles: list[Any] = []
-        is_auto = config.layers == "auto"
-        self._measurements = LayerMeasurements(model, self._layers, config, self._any_device) if is_auto else None
+        self._recomputing: list[Recomputing] = []
+        """Nothing, unless a layer is to be recomputed."""
         self._weights = self._move_weights(model) if config.weights else None
         with self._turn:  # a forward that begins meanwhile, in another thread, has all of the hooks or none
             self._bind(model)
@@ -151,11 +159,18 @@ class ActivationOffload:
         """Hooks know this object weakly: the model keeps it alive by its anchor, and copies of the model do not."""
         self._handles.append(model.register_forward_pre_hook(LayerHook(self._begin), prepend=True))
         self._handles.append(model.register_forward_hook(LayerHook(self._end), always_call=True))
-        for layer in dict.fromkeys(self._layers):
+        for layer in self._places:
             self._handles.append(layer.register_forward_pre_hook(LayerHook(self._enter), with_kwargs=True))
             self._handles.append(layer.register_forward_hook(LayerHook(self._leave), always_call=True))
-            if self._measurements is not None:
-                self._handles.append(Recomputing(layer, self._recomputes))
+
+    def _bind_recomputing(self, is_wanted: bool) -> None:
+        if not is_wanted:
+            for wrapper in self._recomputing:
+                wrapper.remove()
+            self._recomputing.clear()
+        elif not self._recomputing:
+            around = functools.partial(running_again, self._model)
+            self._recomputing = [Recomputing(layer, self._recomputes, around) for layer in self._places]
 
     def remove(self) -> None:
         """Take the hooks off and give host memory back, after the last copy. Forwards that wait for backward go on.
@@ -171,15 +186,11 @@ class ActivationOffload:
                 "remove() was called in backward, which needs weights that live on the host; expected it before or "
                 "after. Call it when backward is over."
             )
-        self._forget_interrupted()
-        if self._saving_now:
-            raise OffstageError(
-                "remove() was called while a forward of the model was running, in this thread or in another one; "
-                "expected it before or after. Call it when the forward has returned."
-            )
+        self._refuse_in_forward("remove")
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._bind_recomputing(False)
         if self._weights is not None:
             self._weights.close()
             self._weights = None
@@ -191,6 +202,14 @@ class ActivationOffload:
         with contextlib.ExitStack() as all_devices:  # each, whatever another one raises
             for device in self._devices.values():
                 all_devices.callback(device.proofs.look_at_all)
+
+    def _refuse_in_forward(self, method: str) -> None:
+        self._forget_interrupted()
+        if self._saving_now:
+            raise OffstageError(
+                f"{method}() was called while a forward of the model was running, in this thread or in another one; "
+                "expected it before or after. Call it when the forward has returned."
+            )
 
     def __enter__(self) -> ActivationOffload:
         return self
@@ -204,10 +223,38 @@ class ActivationOffload:
         of_weights = self._weights.host_bytes if self._weights is not None else 0
         return of_weights + sum(device.pool.nbytes for device in list(self._devices.values()))
 
+    # What the layers do
+
     @property
-    def plan(self) -> ActivationPlan | None:
-        """What `layers="auto"` has decided, and why; `None` until it has."""
-        return self._measurements.plan if self._measurements is not None else None
+    def layers(self) -> list[nn.Module]:
+        """In the order in which they run."""
+        return list(self._layers)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What each of `layers` does in the next forward."""
+        return self._choices
+
+    def replan(self, choices: Sequence[Choice]) -> None:
+        """Have each of `layers` do something else from the next forward on. Those that wait for their backward keep to
+        the choices that they began with."""
+        found = checked_choices(choices, self._layers)
+        with self._turn:
+            self._refuse_in_forward("replan")
+            if not self._handles:
+                raise OffstageError(
+                    "replan() was called after remove(), when the layers do nothing any more; expected it before. Call "
+                    "offload_activations(model) again."
+                )
+            if not self.config.activations and any(choice is not Choice.KEEP for choice in found):
+                raise ConfigError(
+                    "replan() was given choices for saved tensors, which stay with activations=False; expected "
+                    "Choice.KEEP for all. Leave out activations=False."
+                )
+            self._bind_recomputing(Choice.RECOMPUTE in found)
+            if found != self._choices:
+                self._choices, self._largest = found, 0  # what a layer sends away is not known yet
+                self._idle.restart(self._num_forwards, self.bytes_offloaded + self.bytes_remade)
 
     def receipt(self) -> ActivationReceipt:
         """What was really moved."""
@@ -222,7 +269,7 @@ class ActivationOffload:
             weight_bytes_fetched=weights.bytes_fetched if weights is not None else 0,
             gradient_bytes_stored=weights.bytes_stored if weights is not None else 0,
             host_bytes=self.host_bytes,
-            plan=self.plan,
+            choices=tuple(last.choices) if last is not None else (),
         )
 
     # Forward
@@ -239,6 +286,10 @@ class ActivationOffload:
         forward = self._forwards[-1] if self._forwards else None
         return None if forward is None or forward.hooks is None else forward
 
+    def begin_late(self) -> None:
+        """The model's forward has begun, and has not yet called a layer; its hooks were collected before these were."""
+        self._begin()
+
     def _begin(self, *_: Any) -> None:
         """The model's forward begins."""
         with self._turn:
@@ -251,17 +302,17 @@ class ActivationOffload:
         self._forwards.append(forward)  # first: whatever raises below, `_end` is called
         if not torch.is_grad_enabled() or is_recomputed(self):
             return
-        self._check_working()
+        self._idle.check(self._choices, self._num_forwards, self.bytes_offloaded + self.bytes_remade, self._last)
         for device in self._devices.values():
             device.run_releases()
             device.refuse_capture()
             forward.has_new_proofs |= device.proofs.look(device.lanes)
         self._reached = None
-        if self._measurements is not None:
-            self._in_flight.add(forward.lifetime)
-            self._measurements.begin_forward(self._any_lanes(), len(self._in_flight))
-            self._choices = self._measurements.choices()
-            forward.choices, forward.traffic = self._choices, self._traffic()
+        self._in_flight.add(forward.lifetime)
+        if self.observer is not None:
+            forward.observer = self.observer
+            self.observer.begin_forward(len(self._in_flight))
+            forward.choices, forward.traffic = self._choices, self._traffic()  # it may have called `replan`
         model = self._model()
         assert model is not None
         forward.weights = storages_of(model)
@@ -304,27 +355,8 @@ class ActivationOffload:
             if forward.has_new_proofs:
                 for device in self._devices.values():
                     device.trim()
-
-    def _check_working(self) -> None:
-        """Enabled and idle is an error: the user expects memory to be free that is not."""
-        wanted = any(choice is not Choice.KEEP for choice in self._choices) and self.config.fraction > 0
-        wanted = wanted and self.config.activations
-        is_idle = self._num_forwards == _IDLE_FORWARDS and not self.bytes_offloaded and not self.bytes_remade
-        last = self._last
-        if not is_idle or not wanted or self._measurements is not None or last is None:
-            return
-        if not last.num_calls:
-            why = "the forward of none of them was seen. Name the modules that run, as in layers=[...]"
-        elif last.seen_bytes:
-            why = f"fraction={self.config.fraction} of what they save is less than any tensor of it. Raise fraction"
-        elif int(self.config.min_bytes):
-            why = f"what they save is smaller than min_bytes={format_size(int(self.config.min_bytes))}. Lower min_bytes"
-        else:
-            why = "they save nothing but parameters and tensor subclasses. Name other modules, as in layers=[...]"
-        raise OffloadIneffectiveError(
-            f"offload_activations() has moved nothing in {_IDLE_FORWARDS} forwards of {len(self._layers)} layers: "
-            f"{why}, or leave out offload_activations()."
-        )
+            if forward.observer is not None:
+                forward.observer.end_forward()
 
     def _enter(self, module: nn.Module, *arguments: Any) -> None:
         forward = self._saving
@@ -332,15 +364,16 @@ class ActivationOffload:
             return
         refuse_other_hooks(module, self)
         forward.weights |= storages_of(module)  # FSDP2 has gathered them just now
-        # By the order of calls: a layer that is called several times is several.
-        layer = forward.num_calls % len(self._layers)
+        places = self._places[module]
+        layer = places[forward.calls_of[module] % len(places)]
+        forward.calls_of[module] += 1
         kind = (type(module), self._sizes[module], module.training)
         call = LayerCall(forward.lifetime, forward.num_calls, layer, forward.choices[layer], kind, arguments)
         forward.num_calls += 1
         forward.call = call
         self._claim_between(forward, call)
-        if self._measurements is not None:
-            self._measurements.enter(layer, self._any_lanes())
+        if forward.observer is not None:
+            forward.observer.enter(layer)
 
     def _claim_between(self, forward: ForwardPass, call: LayerCall | None) -> None:
         """What was saved since the last layer's call leaves or stays: `call` begins, or `None`, the forward ends."""
@@ -348,7 +381,7 @@ class ActivationOffload:
         for handle, storage in unclaimed.items():
             for owner in (call, forward.previous):
                 if owner is not None and handle in owner.inputs:
-                    self._claim(forward, call or owner, storage, owner.choice)
+                    self._claim(forward, owner, storage, (call or owner).number)
                     break
 
     def _recomputes(self) -> bool:
@@ -363,8 +396,8 @@ class ActivationOffload:
             return
         call, forward.call = forward.call, None
         forward.previous = call
-        if call is not None and self._measurements is not None:
-            self._measurements.leave(call.layer, self._any_lanes())
+        if call is not None and forward.observer is not None:
+            forward.observer.leave(call.layer)
         if call is not None:
             forward.traffic.call_is_over(call.number)
 
@@ -385,26 +418,37 @@ class ActivationOffload:
         if storage is None or not storage.holds(tensor):
             storage = forward.storages[handle] = self._storage(forward, tensor)
         saved = storage.saved(tensor)
-        if isinstance(storage, SavedStorage) and not storage.is_claimed and storage.is_worth_it:
-            storage.is_claimed = True
-            if call is not None:
-                self._claim(forward, call, storage, call.choice)
-            else:
+        if isinstance(storage, SavedStorage) and not storage.is_claimed:
+            storage.is_claimed = storage.is_worth_it
+            if call is None:
                 forward.unclaimed[handle] = storage
+            elif storage.is_claimed:
+                self._claim(forward, call, storage, call.number)
         return saved
 
     def _storage(self, forward: ForwardPass, tensor: torch.Tensor) -> Storage:
         """For a storage that is saved for the first time: one that leaves or stays, or one that is remade."""
         call, device = forward.call, self._device(tensor.device)
-        if call is None or call.choice not in (Choice.OFFLOAD, Choice.REMAKE) or not self.config.fraction:
+        if call is None:
             return SavedStorage(device, tensor)
-        found = remakable_storage(device, tensor, call, self._back)
-        if isinstance(found, RemadeStorage):
-            forward.remade_bytes += found.nbytes
-            self.bytes_remade += found.nbytes
-            if self._measurements is not None:
-                self._measurements.saved(call.layer, found.nbytes, is_remade=True)
-        return SavedStorage(device, tensor) if found is None else found
+        found = None
+        if call.choice in (Choice.OFFLOAD, Choice.REMAKE) and self.config.fraction:
+            found = remakable_storage(device, tensor, call, self._back)
+        if not isinstance(found, RemadeStorage):
+            stored = SavedStorage(device, tensor) if found is None else found
+            self._own(forward, call, stored)
+            return stored
+        forward.remade_bytes += found.nbytes
+        self.bytes_remade += found.nbytes
+        if forward.observer is not None:
+            forward.observer.saved(call.layer, found.nbytes, is_remade=True)
+        return found
+
+    def _own(self, forward: ForwardPass, call: LayerCall, storage: SavedStorage) -> None:
+        """`call` has saved it, or a checkpoint around it has."""
+        storage.belongs_to(call)
+        if forward.observer is not None:
+            forward.observer.saved(call.layer, storage.nbytes, is_remade=False)
 
     def _is_movable(self, forward: ForwardPass, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_meta:
@@ -416,19 +460,18 @@ class ActivationOffload:
             return False  # a part with a version counter of its own, as by unsafe_chunk(): the others may still change
         return storage.nbytes() >= int(self.config.min_bytes) and storage._cdata not in forward.weights
 
-    def _claim(self, forward: ForwardPass, call: LayerCall, storage: SavedStorage, choice: Choice) -> None:
-        """`storage` was saved in `call`, or between it and the call before: it leaves, or it stays."""
-        if self._measurements is not None:
-            self._measurements.saved(call.layer, storage.nbytes)
-        storage.call = call
-        if choice in (Choice.KEEP, Choice.REMAKE):
+    def _claim(self, forward: ForwardPass, owner: LayerCall, storage: SavedStorage, call: int) -> None:
+        """`storage`, which `owner` has saved, leaves or stays, while call number `call` begins or runs."""
+        if storage.call is None:
+            self._own(forward, owner, storage)
+        if owner.choice in (Choice.KEEP, Choice.REMAKE) or not storage.is_claimed:
             return
         forward.seen_bytes += storage.nbytes
         # Over the whole forward: a tensor that is larger than a layer's share leaves when enough layers had theirs.
         if forward.offloaded_bytes + storage.nbytes > self.config.fraction * forward.seen_bytes:
             return
         storage.leave()
-        forward.traffic.left(storage, call.number)
+        forward.traffic.left(storage, call)
         forward.offloaded_bytes += storage.nbytes
         self.bytes_offloaded += storage.nbytes
 
@@ -436,12 +479,6 @@ class ActivationOffload:
         if device not in self._devices:
             self._devices[device] = DeviceActivations(device, self.config)
         return self._devices[device]
-
-    def _any_device(self) -> DeviceActivations:
-        return next(iter(self._devices.values()))
-
-    def _any_lanes(self) -> Lanes | None:
-        return self._any_device().lanes if self._devices else None
 
     # Backward
 
@@ -463,7 +500,7 @@ class ActivationOffload:
             device.run_releases()
         if storage.send_for is not None:
             self.bytes_returned += storage.send_for()
-        if self._measurements is not None:
+        if self.observer is not None:
             layer = None if storage.call is None else storage.call.layer
-            self._measurements.in_backward(layer, device.lanes, device.here_bytes)
+            self.observer.in_backward(layer, device.here_bytes)
         return kept.tensor()

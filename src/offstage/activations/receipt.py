@@ -7,8 +7,8 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from offstage.activations.plan import ActivationPlan
 from offstage.config import format_size
+from offstage.planning.choices import Choice
 
 
 def renamed(old: str, new: str) -> Any:
@@ -43,8 +43,8 @@ class ActivationReceipt:
     gradient_bytes_stored: int
     """Of gradients of weights that live on the host, so far."""
     host_bytes: int
-    plan: ActivationPlan | None = None
-    """What `layers="auto"` has decided."""
+    choices: tuple[Choice, ...] = ()
+    """What each layer did in the last forward."""
 
     bytes_left = renamed("bytes_left", "bytes_offloaded")
     total_bytes_left = renamed("total_bytes_left", "total_bytes_offloaded")
@@ -58,9 +58,10 @@ class ActivationReceipt:
             ("so far", f"{size(self.total_bytes_offloaded)} offloaded, {size(self.total_bytes_returned)} returned"),
             ("host memory", size(self.host_bytes)),
         ]
+        if self.choices:
+            counts = ", ".join(f"{self.choices.count(one)} {one.value}" for one in Choice if one in self.choices)
+            rows.insert(1, ("layers", counts))
         if self.weight_bytes_fetched:
             fetched, stored = size(self.weight_bytes_fetched), size(self.gradient_bytes_stored)
             rows.append(("weights, so far", f"{fetched} fetched, {stored} of gradients stored"))
-        if self.plan is not None:
-            rows.append(("plan", str(self.plan)))
         return "\n".join(f"{name:<16} {value}" for name, value in rows)

@@ -72,7 +72,7 @@ class SavedStorage(Storage):
     def __init__(self, device: DeviceActivations, tensor: torch.Tensor) -> None:
         super().__init__(device, tensor)
         self.is_claimed = False
-        """It was decided whether it leaves."""
+        """Enough of it was saved that its layer decides whether it leaves."""
         self._bytes: torch.Tensor | None = bytes_of(tensor)
         """The storage, while it is on the device."""
         self._seen: torch.Tensor | None = tensor.detach()  # shares the version counter with `tensor`, without its graph
@@ -86,7 +86,13 @@ class SavedStorage(Storage):
         self._num_saved = 0
         """How often backward will ask for it."""
         self._num_used = 0
-        device.here_bytes += self.nbytes
+
+    def belongs_to(self, call: LayerCall) -> None:
+        """It was saved by this call. What belongs to no layer is not counted."""
+        assert self.call is None
+        assert self._bytes is not None
+        self.call = call
+        self.device.here_bytes += self.nbytes
 
     def saved(self, tensor: torch.Tensor) -> Saved:
         self._seen_bytes += self.nbytes if 0 in tensor.stride() else tensor.nbytes
@@ -110,6 +116,7 @@ class SavedStorage(Storage):
     def leave(self) -> None:
         """HERE → LEAVING."""
         assert self._bytes is not None
+        assert self.call is not None
         self._range = self.device.pool.take(self.nbytes)
         self._left = self.device.store(self._range.tensor, self._bytes)
 
@@ -162,7 +169,7 @@ class SavedStorage(Storage):
         return found
 
     def __del__(self) -> None:
-        if getattr(self, "_bytes", None) is not None:
+        if getattr(self, "_bytes", None) is not None and self.call is not None:
             self.device.here_bytes -= self.nbytes
         if getattr(self, "_range", None) is not None:
             after = self._left if self._returned is None else self._returned

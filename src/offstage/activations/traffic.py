@@ -14,9 +14,9 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 
-from offstage.activations.plan import Choice
 from offstage.activations.storage import SavedStorage
 from offstage.config import ActivationConfig
+from offstage.planning.choices import Choice
 
 _KEEPS_THE_LINK_BUSY = 256 * 1024 * 1024
 

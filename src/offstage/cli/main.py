@@ -25,12 +25,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offstage import ConfigError, OffstageError, __version__
+from offstage.train.fit_settings import FitSettings
 from offstage.train.flags import missing_extra, parse_sections, positional
-from offstage.train.settings import nearest
+from offstage.train.settings import field_types, nearest
 
 if TYPE_CHECKING:  # commands import what they use: torch takes seconds, and most help needs none
     from offstage import Machine
     from offstage.cli.doctor import Finding
+    from offstage.cli.plan import Question
 
 EXTRA = ("rich", "tyro")
 """The packages of the extra `cli`."""
@@ -59,6 +61,7 @@ Train a decoder-only transformer on text, as bytes or tokens, with its optimizer
 
   offstage train                                     1M parameters, 300 steps, the standard library's source
   offstage train --data.paths books/ --model.size 150M --activations.mode checkpoint
+  offstage train --model.size 1B --device-peak 24GiB in 24 GiB, as fast as that goes: it measures and decides
   offstage train --data.paths rows.jsonl --data.column text --data.tokenizer FOLDER
   offstage train --lora.rank 16                      adapters only; the model's own weights are frozen
   offstage train --run.track tensorboard wandb       metrics for these too
@@ -107,8 +110,8 @@ Rows are appended to benchmarks/results, or to $OFFSTAGE_RESULTS. Most questions
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Where the settings come from."""
+class TrainOptions(FitSettings):
+    """How much memory the run may take, and where the settings come from."""
 
     config: str | None = None
     """A TOML file with a table per section; flags go over it. `config.toml` in a run's folder is one."""
@@ -213,10 +216,11 @@ def train(arguments: Sequence[str]) -> int:
 
     path = _value_of("--config", arguments)  # first: --help shows its values as defaults
     values = read_toml(Path(path)) if path else {}
-    sections = {"": TrainOptions, **SECTIONS}
+    sections = {**SECTIONS, "": TrainOptions}
     values = parse_sections(sections, values, arguments, prog="offstage train", description=TRAIN_HELP)
-    options = TrainOptions(**values.pop("", {}))
-    config = build(values)
+    above = values.pop("", {})
+    options = TrainOptions(**above)
+    config = build({**values, "": {name: above[name] for name in field_types(FitSettings) if name in above}})
     if options.show:
         _write(to_toml(config))
         return 0
@@ -256,6 +260,8 @@ def plan(arguments: Sequence[str]) -> int:
     from offstage.cli.plan import parse, usage
 
     question = parse(arguments, _measured)
+    if question.within is not None:
+        return _plan_within(question)
     found = question.answer()
     if question.json:
         _write(found.to_json() + "\n")
@@ -265,6 +271,22 @@ def plan(arguments: Sequence[str]) -> int:
     _write(f"{question.model} for {question.machine.device_name}: {parameters}{whose}\n\n")
     _write(f"{question.about_machine()}{found}\n\nTo train with it:\n")
     _write("".join(f"  {line}\n" for line in usage(question, found).splitlines()))
+    return 0
+
+
+def _plan_within(question: Question) -> int:
+    from offstage.cli.within import usage
+    from offstage.train.model import SIZES
+
+    found = question.within
+    assert found is not None
+    if question.json:
+        _write(found.to_json() + "\n")
+        return 0
+    parameters = f"{question.num_parameters:,} parameters in {str(question.dtype).removeprefix('torch.')}"
+    _write(f"{question.model} for {question.machine.device_name}: {parameters}\n\n{question.about_machine()}{found}\n")
+    lines = usage(question.model, question.flags, found, is_size=question.model in SIZES).splitlines()
+    _write("\nTo train with it:\n" + "".join(f"  {line}\n" for line in lines))
     return 0
 
 

@@ -29,6 +29,7 @@ from offstage import (
     measure_machine,
 )
 from offstage.cli.remedies import Asked, what_fits
+from offstage.cli.within import Described, Within, WithinOptions, within
 from offstage.config import exact_size
 from offstage.memory.arena import round_up
 from offstage.planning.plan import plan_placements
@@ -52,7 +53,10 @@ PROG = "offstage plan"
 HELP = """\
 What fits, what it costs, and who should update: asked before anything is allocated.
 
-  offstage plan 1B --budget 8GiB                    one device, 8 GiB of it for the whole process
+  offstage plan 1B --machine rtx4090 --device-peak 8GiB 16GiB
+                                                    what `offstage train --device-peak` would decide: state, weights
+                                                    and activations together, for an estimated loop
+  offstage plan 1B --budget 8GiB                    state alone: one device, 8 GiB of it for the whole process
   offstage plan 7B --weights host --budget 24GiB    weights, too, live on the host, and come layer by layer
   offstage plan 7B --devices 8 --budget 40GiB       one of eight, which divide weights and state (FSDP2)
   offstage plan run.toml                            the model and the settings of a training run
@@ -67,7 +71,7 @@ the others are searched. The last part of the table shows the other candidates, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(WithinOptions):
     """Arguments of `offstage plan`."""
 
     model: str | None = positional(None)
@@ -119,6 +123,10 @@ class Question:
     """Whether that is what `offstage train` takes without being told."""
     preset: Preset | None = None
     """Where the machine is from, if it is neither measured nor from a file."""
+    within: Within | None = None
+    """With --device-peak: what is planned instead."""
+    flags: tuple[str, ...] = ()
+    """Of `offstage train`, for the loop that was estimated."""
 
     @property
     def num_parameters(self) -> int:
@@ -133,7 +141,10 @@ class Question:
 
     def about_machine(self) -> str:
         """The rates of a machine that is only known by name, with their sources."""
-        return f"{self.preset.explain(self.machine.ranks_on_host)}\n\n" if self.preset else ""
+        if self.preset is None:
+            return ""
+        text = self.preset.explain(self.machine.ranks_on_host)
+        return f"{text if self.within is None else text.replace('--offload.host-budget', '--host-budget')}\n\n"
 
 
 def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_machine) -> Question:
@@ -143,28 +154,39 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
     options = PlanOptions(**values.pop("", {}))
     if options.model is None:
         raise ConfigError(
-            f"{PROG} expects a model; found none. Give a size ({', '.join(SIZES)}) or a file. See {PROG} --help."
+            f"{PROG} expects a model; found none. Give a size ({', '.join(SIZES)}) or a file, as the first word. See "
+            f"{PROG} --help."
         )
+    model = options.model
     if options.weights is not None:
         if "weights" in values.get("offload", {}):
             raise ConfigError("--weights and --offload.weights are the same thing; expected one, found both.")
         values.setdefault("offload", {})["weights"] = options.weights
     run, training = _of_training(options)
     for section, fields in training.items():
+        if not section:
+            continue
         values[section] = {**fields, **values.get(section, {})}
+    options = _with_limits(options, training.get("", {}))
+    options.refuse_alone()
     if options.budget is not None:
+        if options.device_peak:
+            raise ConfigError(
+                f"--budget={options.budget} plans the state alone and --device-peak everything together; expected one "
+                "of them, found both. Leave --budget out."
+            )
         if "device_peak" in values.get("offload", {}):
             raise ConfigError("--budget and --offload.device-peak are the same thing; expected one, found both.")
         values.setdefault("offload", {})["device_peak"] = options.budget
     config, machine = _section(OffloadConfig, values, "offload"), _machine(options)
     trained = run.model.dtype_on(_device(run, machine))
     said: torch.dtype = getattr(torch, options.dtype or "bfloat16")
-    dtype = trained if options.dtype is None and Path(options.model).suffix == ".toml" else said
-    sizes = _sizes(options.model, run, dtype)
+    dtype = trained if options.dtype is None and Path(model).suffix == ".toml" else said
+    sizes = _sizes(model, run, dtype)
     if machine is None:  # last: it may take seconds
         machine = measure() if run.run.device == "auto" else measure_machine(run.run.torch_device())
-    return Question(
-        model=options.model,
+    question = Question(
+        model=model,
         sizes=sizes,
         machine=machine,
         config=config,
@@ -175,6 +197,41 @@ def parse(arguments: Sequence[str], measure: Callable[[], Machine] = measure_mac
         dtype=dtype,
         as_trained=dtype == trained,
     )
+    return _within(question, options, run, values.get("workload", {})) if options.device_peak else question
+
+
+def _with_limits(options: PlanOptions, of_run: Mapping[str, Any]) -> PlanOptions:
+    """The limits of a training run count where the command line has none."""
+    if options.device_peak or options.budget is not None or "device_peak" not in of_run:
+        return options
+    host = of_run.get("host_budget")
+    return dataclasses.replace(
+        options,
+        device_peak=(str(of_run["device_peak"]),),
+        host_budget=str(host) if options.host_budget is None and host is not None else options.host_budget,
+    )
+
+
+def _within(question: Question, options: PlanOptions, run: TrainConfig, workload: Mapping[str, Any]) -> Question:
+    is_run = question.model.endswith(".toml")
+    is_own = question.model in SIZES or (is_run and run.model.described_by is None)
+    asked = Described(
+        sizes=question.sizes,
+        machine=question.machine,
+        preset=question.preset,
+        config=question.config,
+        world=question.world,
+        workload=workload,
+        run=run,
+        is_run=is_run,
+        is_own=is_own,
+        dtype=question.dtype,
+    )
+    found = within(options, asked)
+    dtype = [] if question.as_trained else [f"--model.dtype={str(question.dtype).removeprefix('torch.')}"]
+    batch = found.batch
+    data = [f"--data.batch={batch.sequences}", f"--data.sequence={batch.sequence}"] if question.model in SIZES else []
+    return dataclasses.replace(question, within=found, flags=(*dtype, *data))
 
 
 def _model_by_position(arguments: Sequence[str]) -> list[str]:
@@ -202,7 +259,7 @@ def _of_training(options: PlanOptions) -> tuple[TrainConfig, dict[str, dict[str,
     if config.offload.update_in_backward and config.optimizer.clip:
         workload["clips"] = True
     world = {"pipeline": config.parallel.stages} if config.parallel.stages > 1 else {}
-    return config, {"offload": values.get("offload", {}), "world": world, "workload": workload}
+    return config, {"": values.get("", {}), "offload": values.get("offload", {}), "world": world, "workload": workload}
 
 
 def _machine(options: PlanOptions) -> Machine | None:

@@ -153,6 +153,10 @@ class Arenas:
     def _arena(self, numel: int, dtype: torch.dtype, *, pin: bool = True) -> Arena:
         return Arena(numel, dtype, self._device, pin=pin and self._config.pin_memory)
 
+    def follow(self, config: OffloadConfig) -> None:
+        """Other settings, with which everything stays where it is."""
+        self._config = config
+
     def drop_unused(self, live: Iterable[ParamState]) -> None:
         """Close arenas none of whose parameters are kept there any more. The lanes have been drained."""
         alive = set(live)
@@ -238,10 +242,12 @@ class Arenas:
                 host.spare = self._arenas(host.layout, {key: arena.dtype for key, arena in host.arenas.items()})
 
     def drop_spare(self) -> None:
-        """Not enough memory for all of it: none of it."""
+        """There are no speculative updates any more: what they write, and the weights before, go."""
         for host in self.sets:
             _close(list(host.spare.values()))
             host.spare = {}
+        _close(list(self.old_weights.values()))
+        self.old_weights.clear()
 
     def flip(self) -> None:
         """The second set is the state from now on."""

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -21,6 +21,7 @@ import torch
 
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.arenas import Arenas, StateChunk, StatePiece
+from offstage.engine.late import LateWeights
 from offstage.engine.pipeline import Trip
 from offstage.engine.transport import Transport
 from offstage.errors import StepLostError
@@ -106,6 +107,8 @@ class Engine:
         self.lost: str | None = None
         """What to say after an update has failed in another thread."""
         self.pending: dict[ParamState, Pending] = {}
+        self.late = LateWeights()
+        weakref.finalize(self, self.late.let_go)  # dropped, it makes its updates all the same
         self.round: Round | None = None
         self.postponed: Round | None = None
         """A round whose last chunks wait for their layers' weights: they are updated when the next forward has sent for
@@ -124,6 +127,12 @@ class Engine:
         self.chunk_bytes = plan.chunk_bytes or plan.host_chunk_bytes or self.chunk_bytes
         self.arenas.add(states, plan)
         self.transport.open()
+
+    def follow(self, config: OffloadConfig) -> None:
+        """Other settings, with which all state stays where it is. Nothing is under way."""
+        self._config = config
+        self.arenas.follow(config)
+        self.transport.follow(config)
 
     # Runtime
 
@@ -418,6 +427,7 @@ class Engine:
         lanes = self.transport.lanes
         with self.transport.timer.waiting():
             self._wait(due, reason)
+        self.late.settled(states)
         updates = [pending.update for pending in due]
         for state in states:
             if state.hosted is not None:  # a speculative update's gradient may be on its way to the host
@@ -436,6 +446,10 @@ class Engine:
                 lanes.drop(pending.old_weights)
         for place in {pending.place for pending in due}:
             lanes.follow(place)
+
+    def guard_late(self, settle: weakref.WeakMethod[Callable[[torch.Tensor], None]]) -> None:
+        """A step is made: `settle` is called before a weight is used that is not the newest where it is."""
+        self.late.hold(self.unsettled, self.arenas.hosted, settle)
 
     def unbind(self, states: Iterable[ParamState]) -> None:
         """The layer of `states`, whose weights live on the host, is about to leave the device.
@@ -485,6 +499,7 @@ class Engine:
             f"An update failed ({type(error).__name__}: {error}); the weights and state are between two steps. "
             "Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
         )
+        self.late.let_go()  # a checkpoint must be able to write them
         # Other updates of the step may still be on their way, and must not come after what is loaded next.
         with contextlib.suppress(Exception):  # where the device itself has failed, `error` says so
             self.transport.synchronize("reset: nothing is under way")
@@ -546,6 +561,7 @@ class Engine:
         """After a lost step: forget what was under way."""
         self.transport.reset()
         self.pending.clear()
+        self.late.let_go()
         self.round = self.postponed = None
         self.updating = False
         self.lost = None
@@ -580,7 +596,7 @@ def _scale_and_update(
     scales: Sequence[tuple[torch.Tensor, torch.Tensor]], rule: Rule, updates: Sequence[PieceUpdate]
 ) -> None:
     for grad, factor in scales:
-        torch._foreach_mul_([grad], factor)  # as clipping would have
+        torch._foreach_mul_([grad], factor.to(grad.device))  # as clipping would have
     rule.update(updates)
 
 

@@ -116,13 +116,18 @@ class Transport:
             self.external_writes.attach(self.lanes)
             self.is_open = True
 
+    def follow(self, config: OffloadConfig) -> None:
+        """Other settings, with which all state stays where it is. Nothing is under way."""
+        self._config = config
+        if self.pipeline.num_slots != config.num_slots:
+            self.pipeline.resize(config.num_slots, self.pipeline.slot_bytes, self.pipeline.gradient_bytes)
+
     def carry_on(self, other: Transport, states: Mapping[torch.Tensor, ParamState]) -> None:
         """This one takes the place of `other` on the same device. `states`: those of now."""
         if self._config.pin_memory == other._config.pin_memory:
             self.link_gb_per_s = other.link_gb_per_s
         self.external_writes.carry_on(other.external_writes)
         self._moved_before = other.moved
-        self.layers = other.layers
         self.gradients.carry_on(other.gradients, states)
 
     # Runtime

@@ -16,11 +16,17 @@ from typing import Any, Unpack
 
 import torch
 
-import offstage
 from offstage import ConfigError, OffloadConfig, OffloadedOptimizer
-from offstage.config import OffloadSettings, documents
+from offstage.config import documents
 from offstage.integrations.packages import require
 from offstage.integrations.replaced import Replaced
+from offstage.integrations.settings import (
+    EngineSettings,
+    Settings,
+    is_fitted,
+    may_update_in_backward,
+    updates_in_backward,
+)
 from offstage.optimizer.optimizer import runtime_of
 
 _package, _optimizers = (
@@ -37,19 +43,19 @@ _REFUSED = {
 
 
 @documents(OffloadConfig)
-def offload(accelerator: Any, config: OffloadConfig | None = None, **settings: Unpack[OffloadSettings]) -> Binding:
+def offload(accelerator: Any, config: OffloadConfig | None = None, **settings: Unpack[EngineSettings]) -> Binding:
     """Offload every optimizer that `accelerator` prepares, or has prepared already.
 
     Before or after `accelerator.prepare(model, optimizer)`, once. An optimizer that is offloaded already stays as it is
-    if no settings are given here. `settings` are these fields of `OffloadConfig`:
+    if no settings are given here. With `device_peak="24GiB"` model and optimizer are given to `offstage.fit()`, and
+    `settings` are its arguments; otherwise they are these fields of `OffloadConfig`:
     """
-    given = config is not None or bool(settings)
-    return Binding(accelerator, OffloadConfig.build(config, settings), given=given)
+    return Binding(accelerator, Settings.of(config, settings))
 
 
 def bind(accelerator: Any) -> Binding:
     """As `offload`, for optimizers that are offloaded already; it leaves all others alone."""
-    return Binding(accelerator, None, given=False)
+    return Binding(accelerator, Settings(None))
 
 
 def optimizers_of(accelerator: Any) -> list[OffloadedOptimizer]:
@@ -68,15 +74,19 @@ def within(optimizer: Any) -> Any:
 class Binding:
     """One accelerator whose optimizers are offloaded. `remove()` gives it its own methods back."""
 
-    def __init__(self, accelerator: Any, config: OffloadConfig | None, *, given: bool) -> None:
-        """`config`: for optimizers that are not offloaded yet. `given`: it is what the user asked for."""
+    def __init__(self, accelerator: Any, settings: Settings) -> None:
+        """`settings`: for optimizers that are not offloaded yet."""
         _refuse(accelerator)
+        settings.refuse_ranks(accelerator.num_processes, f"num_processes={accelerator.num_processes}")
+        settings.refuse_compiled(accelerator.state.dynamo_plugin.backend.name != "NO", "the accelerator's model")
         self._of = weakref.ref(accelerator)
-        self._config, self._given = config, given
+        self._settings = settings
         self._made: weakref.WeakSet[OffloadedOptimizer] = weakref.WeakSet()
         self._preparing = 0
         self.models: Callable[[], Iterable[torch.nn.Module]] = tuple
         """Models that are not prepared by the accelerator, if its optimizers are for them."""
+        self.not_in_backward: Callable[[], str | None] = _nothing
+        """Why `fit()` must not update weights in backward, if the loop around the accelerator forbids it."""
         self._replaced = Replaced(accelerator, "offstage.integrations.accelerate")
         self._replaced.replace("prepare", self._prepare)
         self._replaced.replace("prepare_optimizer", self._prepare_optimizer)
@@ -126,7 +136,7 @@ class Binding:
         self, found: Callable[..., Any], optimizer: Any, device_placement: bool | None = None
     ) -> Any:
         """State that there is already must not go to the device, only to come back at once."""
-        ours = self._config is not None or isinstance(optimizer, OffloadedOptimizer)
+        ours = self._settings.takes or isinstance(optimizer, OffloadedOptimizer)
         made = found(optimizer, device_placement=False if ours else device_placement)
         self._take()
         return made
@@ -165,14 +175,16 @@ class Binding:
         self, found: Callable[..., Any], parameters: Any, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        chosen = {one: _params_of(one) for one in self.optimizers if one.config.update_in_backward}
+        chosen = {one: _params_of(one) for one in self.optimizers if self._clips(one)}
         chosen = {one: params for one, params in chosen.items() if not params.isdisjoint(parameters)}
-        if not chosen:  # every gradient is there until step(): torch's own function is right
+        given = {param for param in parameters if param.grad is not None}
+        optimizer, params = next(iter(chosen.items()), (None, set()))
+        is_its_own = given == {param for param in params if param.grad is not None}
+        if optimizer is None or not (is_its_own or any(map(updates_in_backward, chosen))):
+            # every gradient is there until step(): torch's own function is right, and fit() sees that it is used
             norm: torch.Tensor | None = found(parameters, max_norm, norm_type=norm_type)
             return norm
-        given = {param for param in parameters if param.grad is not None}
-        optimizer, params = next(iter(chosen.items()))
-        if given != {param for param in params if param.grad is not None}:
+        if not is_its_own:
             raise ConfigError(
                 "With update_in_backward=True, clip_grad_norm_() expects the parameters of one optimizer, all of them; "
                 f"found {len(given)} parameters with gradients that are not those of one. Clip each optimizer's own, "
@@ -180,8 +192,14 @@ class Binding:
             )
         return optimizer.clip_grad_norm_(max_norm, norm_type, order=parameters)
 
+    def _clips(self, optimizer: OffloadedOptimizer) -> bool:
+        """Whether gradients are clipped where they are, instead of being brought back for it, if they can be."""
+        accelerator = self._of()
+        assert accelerator is not None
+        return may_update_in_backward(optimizer) or (is_fitted(optimizer) and accelerator.scaler is None)
+
     def _clip_grad_value_(self, found: Callable[..., Any], parameters: Any, clip_value: float) -> None:
-        if any(one.config.update_in_backward for one in self.optimizers):
+        if any(map(updates_in_backward, self.optimizers)):
             raise ConfigError(
                 "clip_grad_value_() changes gradients before step(); with update_in_backward=True they are used in "
                 "backward. Expected clip_grad_norm_(). Use it, or update_in_backward=False."
@@ -205,16 +223,22 @@ class Binding:
             inner = within(wrapper)
             if isinstance(inner, OffloadedOptimizer):
                 self._take_offloaded(inner)
-            elif self._config is not None:
-                _refuse_scaler(accelerator, self._config)
-                made = offstage.offload(inner, self._model_of(inner), self._config)
+            elif self._settings.takes:
+                if self._settings.config is not None:
+                    _refuse_scaler(accelerator, self._settings.config.update_in_backward)
+                made = self._settings.take(inner, self._model_of(inner), self._not_in_backward(accelerator))
                 self._made.add(made)
                 _put_within(wrapper, made)
+
+    def _not_in_backward(self, accelerator: Any) -> str | None:
+        if accelerator.scaler is not None:
+            return "a GradScaler unscales gradients behind it"
+        return self.not_in_backward()
 
     def _take_offloaded(self, optimizer: OffloadedOptimizer) -> None:
         if optimizer in self._made:
             return
-        if self._given:
+        if self._settings.given:
             raise ConfigError(
                 "offstage.integrations.accelerate.offload() was given settings, and the optimizer is already offloaded "
                 "with its own; expected them in one place. Leave them out here, or give prepare() the optimizer of "
@@ -222,7 +246,7 @@ class Binding:
             )
         accelerator = self._of()
         assert accelerator is not None
-        _refuse_scaler(accelerator, optimizer.config)
+        _refuse_scaler(accelerator, may_update_in_backward(optimizer))
         model = self._model_of(optimizer)
         if model is not None and runtime_of(optimizer).model is None:
             optimizer.attach(model)
@@ -237,6 +261,10 @@ class Binding:
             if not params.isdisjoint(model.parameters()):
                 return model  # type: ignore[no-any-return]
         return None
+
+
+def _nothing() -> None:
+    """The loop around the accelerator forbids nothing."""
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> set[torch.Tensor]:
@@ -278,9 +306,9 @@ def _refuse(accelerator: Any) -> None:
         )
 
 
-def _refuse_scaler(accelerator: Any, config: OffloadConfig) -> None:
-    if config.update_in_backward and accelerator.scaler is not None:
+def _refuse_scaler(accelerator: Any, in_backward: bool) -> None:
+    if in_backward and accelerator.scaler is not None:
         raise ConfigError(
             "update_in_backward=True uses gradients as autograd makes them; with mixed_precision='fp16' a GradScaler "
-            "unscales them later. Expected no GradScaler. Use mixed_precision='bf16', or overlap_forward=True instead."
+            "unscales them later. Expected no GradScaler. Use mixed_precision='bf16', or update_in_backward=False."
         )

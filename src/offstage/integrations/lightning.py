@@ -8,6 +8,7 @@ An offloaded optimizer trains in both as it is. These say to it what it cannot s
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +19,13 @@ from torch import nn
 
 from offstage import ConfigError, OffloadedOptimizer, OffstageError
 from offstage.integrations.packages import require
+from offstage.integrations.settings import (
+    is_fitted,
+    may_overlap_forward,
+    may_update_in_backward,
+    updates_in_backward,
+)
+from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.receipt import Receipt
 
 _WHY = "offstage.integrations.lightning"
@@ -39,7 +47,8 @@ _BETWEEN = ("on_train_batch_end", "on_train_batch_start")
 class OffloadCallback(Callback):
     """Gives offloaded optimizers what `overlap_forward` and `update_in_backward` need from Lightning's Trainer.
 
-    `configure_optimizers` returns what `offstage.offload()` or a class of `offstage.optim` made, with `model=self`.
+    `configure_optimizers` returns what `offstage.offload()` or a class of `offstage.optim` made, with `model=self`, or
+    `offstage.fit(self, optimizer, device_peak="24GiB")`.
 
     - Backwards that `accumulate_grad_batches` does not let end in a step run under `optimizer.accumulate()`.
     - `gradient_clip_val`, and `self.clip_gradients()` by norm, clip with `optimizer.clip_grad_norm_`: the bits of
@@ -47,6 +56,7 @@ class OffloadCallback(Callback):
     - Weights are new before other callbacks and the module's own hooks can read them: before validation, when an epoch
       or training ends, and after every batch if something is there that may read them. (A checkpoint waits by itself.)
     - An exception between backward and `step()` is not covered by another one in Lightning's teardown.
+    - `fit()` sees a module that has no `forward`: its `training_step` runs as one.
 
     `log_norm`: log the norm of the gradients under this name, before clipping; it needs `gradient_clip_val`, which may
     be infinite. `non_readers`: classes of callbacks whose batch hooks read no weights. Lightning's own are known.
@@ -78,13 +88,15 @@ class OffloadCallback(Callback):
             )
         self._refuse(trainer, pl_module, optimizers)
         self._readers = self._find_readers(trainer, pl_module)
-        if self._readers and any(one.config.overlap_forward for one in optimizers):
+        if self._readers and any(map(may_overlap_forward, optimizers)):
             logger.warning(
                 "overlap_forward: the end of every batch waits for all weights, because %s may read them there. Name "
                 "those that do not in OffloadCallback(non_readers=...).",
                 ", ".join(self._readers),
             )
         self._route_clipping(trainer, pl_module)
+        if pl_module.automatic_optimization and any(_is_fitted_to(one, pl_module) for one in optimizers):
+            self._route_training_step(pl_module)
 
     def _refuse(self, trainer: Trainer, pl_module: LightningModule, optimizers: list[OffloadedOptimizer]) -> None:
         """Raise if a setting cannot work in this Trainer."""
@@ -95,14 +107,13 @@ class OffloadCallback(Callback):
                 f"log_norm={self.log_norm!r} logs the norm that clipping finds; found gradient_clip_val=None. Use "
                 "Trainer(gradient_clip_val=float('inf')) to log without clipping."
             )
-        if not any(one.config.update_in_backward for one in optimizers):
-            return
-        if getattr(precision, "scaler", None) is not None:
+        if getattr(precision, "scaler", None) is not None and any(map(may_update_in_backward, optimizers)):
             raise ConfigError(
                 f"update_in_backward=True updates weights before a gradient scaler can unscale their gradients; found "
                 f"precision={precision.precision!r}. Use precision='bf16-mixed', or update_in_backward=False."
             )
-        if trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+        by_value = trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE
+        if trainer.gradient_clip_val is not None and by_value and any(map(updates_in_backward, optimizers)):
             raise ConfigError(
                 "update_in_backward=True clips by the norm of all gradients; found gradient_clip_algorithm='value', "
                 "which reads gradients after their update. Use gradient_clip_algorithm='norm', or "
@@ -132,6 +143,25 @@ class OffloadCallback(Callback):
 
         precision.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
         self._routed.callback(precision.__dict__.pop, "clip_grad_by_norm")
+
+    def _route_training_step(self, pl_module: LightningModule) -> None:
+        """Lightning calls `training_step`, and `fit()` looks at forwards: this one becomes the module's forward."""
+        plain: Callable[..., Any] = pl_module.training_step
+
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            del pl_module.forward  # `training_step` finds the module as it is
+            return plain(*args, **kwargs)
+
+        @functools.wraps(plain)  # Lightning reads its signature
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            pl_module.forward = begun  # type: ignore[method-assign]
+            try:
+                return pl_module(*args, **kwargs)
+            finally:
+                vars(pl_module).pop("forward", None)
+
+        pl_module.training_step = training_step  # type: ignore[method-assign]
+        self._routed.callback(vars(pl_module).pop, "training_step", None)
 
     # Gradients
 
@@ -233,7 +263,7 @@ class OffloadFabric(Fabric):
         if not isinstance(optimizer, OffloadedOptimizer) or (clip_val is not None) == (max_norm is not None):
             return super().clip_gradients(module, optimizer, clip_val, max_norm, **options)  # type: ignore[arg-type]
         if max_norm is None:
-            if optimizer.config.update_in_backward:
+            if updates_in_backward(optimizer):
                 raise ConfigError(
                     f"update_in_backward=True clips by the norm of all gradients; found clip_val={clip_val}, which "
                     "reads gradients after their update. Use max_norm=..., or update_in_backward=False."
@@ -266,6 +296,12 @@ def _offloaded(optimizers: Iterable[Any]) -> list[OffloadedOptimizer]:
     return [one for one in optimizers if isinstance(one, OffloadedOptimizer)]
 
 
+def _is_fitted_to(optimizer: OffloadedOptimizer, pl_module: LightningModule) -> bool:
+    """Whether `fit()` waits for forwards of `pl_module`, which has none."""
+    has_forward = type(pl_module).forward is not LightningModule.forward
+    return is_fitted(optimizer) and runtime_of(optimizer).model is pl_module and not has_forward
+
+
 def _may_read(callback: Callback) -> bool:
     """Whether a hook of `callback` between a step and the next forward is not one of Lightning's that read nothing."""
     for name in _BETWEEN:
@@ -290,6 +326,11 @@ def _refuse_strategy(strategy: Any, optimizers: Sequence[OffloadedOptimizer]) ->
         raise ConfigError(
             f"{name} keeps parameters and optimizer state in a form of its own; expected a single device, DDPStrategy "
             "or ModelParallelStrategy (FSDP2). Use ModelParallelStrategy."
+        )
+    if not kinds.isdisjoint(("DDPStrategy", "ModelParallelStrategy")) and any(map(is_fitted, optimizers)):
+        raise ConfigError(
+            f"fit() decides for one device, and ranks of one job would decide differently; expected a single device, "
+            f"found {name}. Use offload() with the same settings on every rank."
         )
     if "DDPStrategy" in kinds and any(one.config.update_in_backward for one in optimizers):
         raise ConfigError(

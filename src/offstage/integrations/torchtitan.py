@@ -2,7 +2,8 @@
 """torchtitan: its `OptimizersContainer` over offloaded optimizers, with the settings as fields of its `Config`.
 
 torchtitan's override mechanism puts it in place of a job's own:
-`--override.imports 'offstage.integrations.torchtitan.offload={"fraction": 0.5}'`.
+`--override.imports 'offstage.integrations.torchtitan.offload={"fraction": 0.5}'`. With `device_peak` in place of
+`fraction` the one model part of a job on one rank is given to `fit()`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from typing import Any, get_type_hints
 
 from torch import nn
 
-import offstage
 from offstage import ConfigError, OffloadConfig, OffloadedOptimizer
 from offstage.config import documents
 from offstage.integrations.packages import require
+from offstage.integrations.settings import Settings
 
 require(
     "torchtitan.components.optimizer",
@@ -32,15 +33,16 @@ __all__ = ["OffloadedOptimizersContainer", "offload"]
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(OffloadConfig))
 _MASTER = ".master_weight"
+_CLIPS = "torchtitan's train_step() clips gradients behind it, with a function of its own"
 
 
-def _settings_of(config: Any) -> OffloadConfig:
+def _config_of(config: Any) -> OffloadConfig:
     return OffloadConfig(**{name: getattr(config, name) for name in _SETTINGS})
 
 
 def _check(config: Any) -> None:
     """The `Config` is made: raise if its fields contradict each other, or torchtitan's loop."""
-    if _settings_of(config).update_in_backward:
+    if _config_of(config).update_in_backward:
         raise ConfigError(
             "update_in_backward=True drops gradients in backward; torchtitan's train_step() clips all of them after "
             "it, with a function of its own. Use update_in_backward=False, with window='all' where activations fill "
@@ -60,6 +62,7 @@ def _make_config() -> Any:
         (field.name, hints[field.name], dataclasses.field(default=field.default))
         for field in dataclasses.fields(OffloadConfig)
     ]
+    fields.append(("plan", str | None, dataclasses.field(default=None)))
     fields.append(("plain_checkpoint", bool, dataclasses.field(default=False)))
     made = dataclasses.make_dataclass(
         "Config",
@@ -70,8 +73,9 @@ def _make_config() -> Any:
             "__qualname__": "OffloadedOptimizersContainer.Config",
             "__post_init__": _check,
             "__doc__": "torchtitan's fields and `plain_checkpoint`: the first checkpoint to be loaded was saved by "
-            "plain AdamW from 16-bit weights, without masters, which then come from the weights. And these fields of "
-            "`OffloadConfig`:",
+            "plain AdamW from 16-bit weights, without masters, which then come from the weights. With `device_peak` "
+            "the job is given to `fit()`, and `plan` is the JSON of a plan that it has made before. And these fields "
+            "of `OffloadConfig`:",
         },
         kw_only=True,
         slots=True,
@@ -86,10 +90,10 @@ class OffloadedOptimizersContainer(OptimizersContainer):  # type: ignore[misc, t
 
     def __init__(self, config: Any, *, model_parts: list[nn.Module]) -> None:
         super().__init__(config, model_parts=model_parts)
-        settings = _settings_of(config)
-        _check_budgets(settings, len(self.optimizers))
+        _check_budgets(_config_of(config), len(self.optimizers))
+        settings = Settings.of(_config_of(config), {"plan": config.plan})
         self.optimizers: list[OffloadedOptimizer] = [
-            offstage.offload(optimizer, _part_of(optimizer, model_parts), settings) for optimizer in self.optimizers
+            settings.take(optimizer, _part_of(optimizer, model_parts), _CLIPS) for optimizer in self.optimizers
         ]
         self._without_masters = config.plain_checkpoint
         """Until state is loaded or a step is made."""
@@ -137,7 +141,7 @@ def offload(config: OptimizersContainer.Config, **settings: Any) -> Any:
     known = {field.name for field in dataclasses.fields(OffloadedOptimizersContainer.Config)}
     if unknown := sorted(settings.keys() - known):
         raise ConfigError(
-            f"offload() has no settings {unknown}; expected some of {', '.join(_SETTINGS)} or plain_checkpoint. "
+            f"offload() has no settings {unknown}; expected some of {', '.join(_SETTINGS)}, plan or plain_checkpoint. "
             "Correct the names in override.imports."
         )
     return derive(config, OffloadedOptimizersContainer.Config, **settings)

@@ -18,10 +18,11 @@ import torch
 
 import offstage
 from offstage import ConfigError, OffloadConfig, OffloadedOptimizer
-from offstage.config import OffloadSettings, documents
+from offstage.config import documents
 from offstage.integrations import accelerate
 from offstage.integrations.packages import require
 from offstage.integrations.replaced import Replaced
+from offstage.integrations.settings import EngineSettings, Settings, is_fitted, may_update_in_backward
 
 _WHY = "offstage.integrations.transformers"
 _package = require("transformers", package="transformers", at_least="5.17", below="6", why=_WHY)
@@ -41,24 +42,24 @@ def offload(
     config: OffloadConfig | None = None,
     *,
     sleep_while_generating: bool = False,
-    **settings: Unpack[OffloadSettings],
+    **settings: Unpack[EngineSettings],
 ) -> _Trainer:
     """Offload the optimizer that `trainer` makes or was given, and return `trainer`. Before `trainer.train()`.
 
     `sleep_while_generating`: optimizer state, slots and gradients leave the device while the trainer generates (GRPO,
     RLOO), and come back behind it; with vLLM on the same device (`vllm_enable_sleep_mode`) the weights, too, when vLLM
     has copied them. An optimizer that is offloaded already, such as one of `offstage.optim` that
-    `optimizer_cls_and_kwargs` names, stays as it is if no settings are given here. `settings` are these fields of
+    `optimizer_cls_and_kwargs` names, stays as it is if no settings are given here. With `device_peak="24GiB"` model and
+    optimizer are given to `offstage.fit()`, and `settings` are its arguments; otherwise they are these fields of
     `OffloadConfig`:
     """
-    given = config is not None or bool(settings)
-    _TrainerBinding(trainer, OffloadConfig.build(config, settings), given, sleep_while_generating)
+    _TrainerBinding(trainer, Settings.of(config, settings), sleep_while_generating)
     return trainer
 
 
 def bind(trainer: _Trainer, *, sleep_while_generating: bool = False) -> _Trainer:
     """As `offload`, for a trainer whose optimizer is offloaded already; it leaves any other alone."""
-    _TrainerBinding(trainer, None, False, sleep_while_generating)
+    _TrainerBinding(trainer, Settings(None), sleep_while_generating)
     return trainer
 
 
@@ -76,10 +77,10 @@ def optimizer_of(trainer: Any) -> OffloadedOptimizer:
 class _TrainerBinding:
     """One trainer whose optimizer is offloaded."""
 
-    def __init__(self, trainer: Any, config: OffloadConfig | None, given: bool, sleeps: bool) -> None:
-        _refuse(trainer, config, sleeps)
+    def __init__(self, trainer: Any, settings: Settings, sleeps: bool) -> None:
+        _refuse(trainer, settings, sleeps)
         self._of = weakref.ref(trainer)
-        self._config, self._given = config, given
+        self._settings = settings
         self._said: set[str] = set()
         binding = self._bind_accelerator(trainer)
         try:
@@ -109,9 +110,9 @@ class _TrainerBinding:
         return found if isinstance(found, OffloadedOptimizer) else None
 
     @property
-    def _updates_in_backward(self) -> bool:
+    def _may_update_in_backward(self) -> bool:
         optimizer = self.optimizer
-        return optimizer is not None and optimizer.config.update_in_backward
+        return optimizer is not None and may_update_in_backward(optimizer)
 
     def _say_once(self, text: str) -> None:
         """Log `text` the first time."""
@@ -120,10 +121,11 @@ class _TrainerBinding:
             logger.warning(text)
 
     def _bind_accelerator(self, trainer: Any) -> accelerate.Binding:
-        binding = accelerate.Binding(trainer.accelerator, self._config, given=self._given)
+        binding = accelerate.Binding(trainer.accelerator, self._settings)
         of = self._of
         # nn.DataParallel is not prepared by the accelerator
         binding.models = lambda: () if (found := of()) is None else (found.model_wrapped,)
+        binding.not_in_backward = lambda: None if (found := of()) is None else _not_in_backward(found)
         return binding
 
     # In place of the trainer's methods
@@ -138,16 +140,20 @@ class _TrainerBinding:
     def _clip_grad_norm(self, found: Callable[[Any], Any], model: torch.nn.Module) -> Any:
         """Not over gradients of several meshes by hand, which `update_in_backward` has used: ours knows meshes."""
         trainer = self._of()
-        if not self._updates_in_backward or trainer is None:
+        if not self._may_update_in_backward or trainer is None:
             return found(model)
         return trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
 
     def _get_grad_norm(self, found: Callable[..., Any], model: torch.nn.Module, grad_norm: Any = None) -> Any:
         """For the log. A norm that nothing is clipped by is not worth a second set of state."""
-        if grad_norm is None and self._updates_in_backward:
+        if grad_norm is None and self._may_update_in_backward:
+            optimizer = self.optimizer
+            how = "fit() may choose updates in backward, which drop"
+            if optimizer is None or not is_fitted(optimizer):
+                how = "update_in_backward=True drops"
             self._say_once(
-                "grad_norm is not logged: with max_grad_norm=0, update_in_backward=True drops gradients before the "
-                "norm of all of them is known. Set max_grad_norm to have it"
+                f"grad_norm is not logged: with max_grad_norm=0, {how} gradients before the norm of all of them is "
+                "known. Set max_grad_norm to have it"
             )
             return None
         return found(model, grad_norm=grad_norm)
@@ -174,7 +180,7 @@ class _TrainerBinding:
         optimizer, trainer = self.optimizer, self._of()
         if optimizer is not None and trainer is not None:
             readers = [one for one in trainer.callback_handler.callbacks if _may_read(one, event)]
-            if event == "on_train_begin" and optimizer.config.update_in_backward:
+            if event == "on_train_begin" and may_update_in_backward(optimizer):
                 _refuse_between(trainer.callback_handler.callbacks)
             due = [one for one in readers if _is_due(one, event, args, state)]
             if optimizer.config.overlap_forward and (due or event == "on_train_end"):
@@ -269,7 +275,7 @@ def _shares_with_vllm(trainer: Any) -> bool:
     return generation is not None and generation.mode == "colocate" and bool(generation.enable_sleep_mode)
 
 
-def _refuse(trainer: Any, config: OffloadConfig | None, sleeps: bool) -> None:
+def _refuse(trainer: Any, settings: Settings, sleeps: bool) -> None:
     """Raise if this trainer's optimizer cannot be offloaded so."""
     if not isinstance(trainer, _package.Trainer):
         raise ConfigError(
@@ -287,12 +293,14 @@ def _refuse(trainer: Any, config: OffloadConfig | None, sleeps: bool) -> None:
             f"sleep_while_generating=True expects a trainer that generates, such as TRL's GRPOTrainer; found "
             f"{type(trainer).__name__}. Leave it out."
         )
-    found = accelerate.within(trainer.optimizer)
-    if isinstance(found, OffloadedOptimizer):
-        config = found.config
-    if config is None or not config.update_in_backward:
-        return
     args = trainer.args
+    settings.refuse_ranks(args.n_gpu, f"nn.DataParallel over {args.n_gpu} devices")
+    found = accelerate.within(trainer.optimizer)
+    in_backward = settings.config is not None and settings.config.update_in_backward
+    if isinstance(found, OffloadedOptimizer):
+        in_backward = may_update_in_backward(found)
+    if not in_backward:
+        return
     if args.auto_find_batch_size:
         raise ConfigError(
             "update_in_backward=True with auto_find_batch_size=True: a backward that runs out of memory may have "
@@ -306,14 +314,27 @@ def _refuse(trainer: Any, config: OffloadConfig | None, sleeps: bool) -> None:
         )
 
 
-def _refuse_between(callbacks: Iterable[Any]) -> None:
-    """Raise if one of `callbacks` runs between backward and `step()`, when weights are mixed and gradients used."""
+def _not_in_backward(trainer: Any) -> str | None:
+    """Why `fit()` must not choose to update weights in backward, if something of this trainer forbids it."""
+    if trainer.args.auto_find_batch_size:
+        return "with auto_find_batch_size=True a backward that runs out of memory is tried again"
+    for name in _between(trainer.callback_handler.callbacks):
+        return f"the callback {name} has {_BETWEEN}(), and may read weights or gradients there"
+    return None
+
+
+def _between(callbacks: Iterable[Any]) -> list[str]:
+    """Those of `callbacks` that run between backward and `step()`, when weights may be mixed and gradients used."""
     base = getattr(_package.TrainerCallback, _BETWEEN)
-    for one in callbacks:
-        if getattr(type(one), _BETWEEN, base) is not base and getattr(one, "reads_weights", True):
-            raise ConfigError(
-                f"The callback {type(one).__name__} has {_BETWEEN}(), which runs between backward and step(), when "
-                "update_in_backward=True has updated some weights and used their gradients. Expected no callback "
-                "there. Remove it, say `reads_weights = False` in its class if it reads neither weights nor gradients, "
-                "or use update_in_backward=False."
-            )
+    found = (one for one in callbacks if getattr(type(one), _BETWEEN, base) is not base)
+    return [type(one).__name__ for one in found if getattr(one, "reads_weights", True)]
+
+
+def _refuse_between(callbacks: Iterable[Any]) -> None:
+    for name in _between(callbacks):
+        raise ConfigError(
+            f"The callback {name} has {_BETWEEN}(), which runs between backward and step(), when "
+            "update_in_backward=True has updated some weights and used their gradients. Expected no callback "
+            "there. Remove it, say `reads_weights = False` in its class if it reads neither weights nor gradients, "
+            "or use update_in_backward=False."
+        )

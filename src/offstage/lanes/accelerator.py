@@ -40,6 +40,18 @@ to come."""
 _TAKES_TURNS = (Lane.FETCH, Lane.STORE)
 """They queue enough copies to keep other streams off the link; see [Note: the link takes turns]."""
 
+_HIGHEST: dict[int, int] = {}
+"""By device: the highest peak that was seen before the allocator's statistics were reset."""
+
+
+def _index(device: torch.device) -> int:
+    return torch.accelerator.current_device_index() if device.index is None else device.index
+
+
+def highest_peak(device: torch.device) -> int:
+    """The most that this process has had on the device, whatever was reset since."""
+    return max(_HIGHEST.get(_index(device), 0), int(torch.accelerator.max_memory_allocated(device)))
+
 
 class AcceleratorLanes(Lanes):
     """Streams and events of `torch.accelerator`. The streams are created once and live as long as the lanes."""
@@ -181,7 +193,9 @@ class AcceleratorLanes(Lanes):
 
     def wait(self, mark: Mark, reason: str) -> None:
         if (event := _event(mark)) is not None:
+            start = self.begin_wait()
             self._caller().wait_event(event)
+            self.end_wait(start)
 
     def wait_on_host(self, mark: Mark, reason: str) -> None:
         if (event := _event(mark)) is not None:
@@ -202,6 +216,7 @@ class AcceleratorLanes(Lanes):
         return int(torch.accelerator.max_memory_allocated(self.device.index))
 
     def reset_peak(self) -> None:
+        _HIGHEST[_index(self.device)] = highest_peak(self.device)
         torch.accelerator.reset_peak_memory_stats(self.device.index)
 
     def allocated_bytes(self) -> int | None:
@@ -235,7 +250,9 @@ class AcceleratorLanes(Lanes):
         # The allocator hands memory on in the order of the stream that allocated it: that one must wait.
         event = _event(after)
         assert event is not None
+        start = self.begin_wait()
         self._allocated_on.pop(tensor.data_ptr()).wait_event(event)
+        self.end_wait(start)
 
     def drop(self, tensor: torch.Tensor) -> None:
         self.follow(self._allocated_on.pop(tensor.data_ptr()))

@@ -7,6 +7,7 @@ wait closes, and with the buffers it reads and writes. The caller's current stre
 - `AcceleratorLanes`: streams and events.
 - `ImmediateLanes`: without an accelerator, or with nothing off the device; work runs when it is submitted.
 - `LazyLanes`: for tests; work runs as late and as out of order as its marks allow.
+- `SimulatedLanes`: for tests; work runs when it is submitted, and clocks say when a device would have done it.
 
 Lanes note when they were busy, in every log that is open (`open_log`).
 
@@ -27,6 +28,7 @@ import enum
 import functools
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,6 +81,13 @@ class Priority:
     mark: Mark | None = None
 
 
+class CallerWaits:
+    """Where the callers' streams of one device wait for its lanes, while that is to be known."""
+
+    spans: deque[Span] | None = None
+    """`None`: it is not noted. Bounded: what is watched may be dropped without a word."""
+
+
 class Lanes(ABC):
     """The lanes of one device."""
 
@@ -93,6 +102,8 @@ class Lanes(ABC):
     """The host lane's workers; set by the user of the lanes."""
     priority: Priority
     """Set by the link: lanes of several users share it."""
+    caller_waits = CallerWaits()
+    """The same."""
 
     @abstractmethod
     def submit(
@@ -136,6 +147,15 @@ class Lanes(ABC):
     def here(self) -> Place:
         """The caller's stream: what it allocates is handed on in its order."""
         return None
+
+    def begin_wait(self) -> Any:
+        """The caller's stream is about to wait. Returns what `end_wait` needs."""
+        return None if self.caller_waits.spans is None else self.stamp(Lane.CALLER)
+
+    def end_wait(self, start: Any) -> None:
+        """It has waited."""
+        if start is not None and self.caller_waits.spans is not None:
+            self.caller_waits.spans.append(Span(start, self.stamp(Lane.CALLER)))
 
     def follow(self, place: Place) -> None:  # noqa: B027
         """Make the stream at `place`, if that is another one, wait for all that the caller's has been given."""

@@ -20,7 +20,7 @@ import torch
 
 from offstage.errors import HostMemoryError
 from offstage.lanes.accelerator import AcceleratorLanes
-from offstage.lanes.lanes import ImmediateLanes, Lane, Lanes, Mark, Priority, copy_work
+from offstage.lanes.lanes import CallerWaits, ImmediateLanes, Lane, Lanes, Mark, Priority, copy_work
 from offstage.memory.arena import Arena
 
 logger = logging.getLogger("offstage")
@@ -38,13 +38,14 @@ class Link:
     def __init__(self, device: torch.device, make_lanes: LanesFactory) -> None:
         self.device, self._make_lanes = device, make_lanes
         self._priority = Priority()
+        self.caller_waits = CallerWaits()
         self._rates: dict[bool, float] = {}
         self._one_way: dict[Lane, float] = {}
 
     def lanes(self) -> Lanes:
         """Lanes for one user."""
         made = self._make_lanes(self.device)
-        made.priority = self._priority
+        made.priority, made.caller_waits = self._priority, self.caller_waits
         return made
 
     def gb_per_s(self, lanes: Lanes, *, pin: bool = True) -> float:
@@ -115,17 +116,17 @@ def use_lanes(factory: LanesFactory | None) -> Iterator[None]:
         _links.reset(token)
 
 
-def measure_duplex(lanes: Lanes, *, pin: bool = True) -> float:
-    """GB/s each way, with both directions busy: the best of a few runs."""
-    memory = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, device=lanes.device)
-    arena = Arena(2 * _COPY_BYTES, torch.uint8, lanes.device, pin=pin)
+def measure_duplex(lanes: Lanes, *, pin: bool = True, nbytes: int = _COPY_BYTES) -> float:
+    """GB/s each way, with both directions busy: the best of a few runs. `nbytes`: of a copy; it takes twice as much."""
+    memory = torch.empty(2, nbytes, dtype=torch.uint8, device=lanes.device)
+    arena = Arena(2 * nbytes, torch.uint8, lanes.device, pin=pin)
     down, up = arena.flat.chunk(2)
     lanes.touch(writes=[memory])
     copies = {Lane.STORE: (down, memory[0]), Lane.FETCH: (memory[1], up)}
     milliseconds = [_both_ways(lanes, copies) for _ in range(1 + _REPEATS)][1:]  # the first time is slower
     lanes.touch(writes=[memory])
     arena.close()
-    return _COPIES * _COPY_BYTES / max(min(milliseconds), _SHORTEST_MS) / 1e6
+    return _COPIES * nbytes / max(min(milliseconds), _SHORTEST_MS) / 1e6
 
 
 def measure_one_way(lanes: Lanes, lane: Lane) -> float:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from offstage.errors import ConfigError
+from offstage.memory.guarded import unguarded
 from offstage.tensors import check_dtensor, local_of, number_in, reshard
 
 
@@ -166,7 +167,9 @@ def check_no_overlap(params: Sequence[torch.Tensor], names: Mapping[torch.Tensor
     spans: dict[torch.device, list[tuple[int, int, torch.Tensor]]] = {}
     for param in params:
         local = local_of(param)
-        if local.numel() and (start := local.data_ptr()):  # 0: on the meta device, or its memory is elsewhere for now
+        with unguarded():
+            start = local.data_ptr()
+        if local.numel() and start:  # 0: on the meta device, or its memory is elsewhere for now
             spans.setdefault(local.device, []).append((start, start + _span_bytes(local), param))
     for on_device in spans.values():
         on_device.sort(key=lambda span: span[:2])
@@ -212,7 +215,9 @@ def _check_runs(params: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str
 def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The addresses of the tensor's contiguous runs, and the bytes of each."""
     length = tensor.itemsize
-    starts = torch.tensor([tensor.data_ptr()], dtype=torch.int64, device="cpu")
+    with unguarded():
+        start = tensor.data_ptr()
+    starts = torch.tensor([start], dtype=torch.int64, device="cpu")
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         step = stride * tensor.itemsize
         if len(starts) == 1 and step <= length:

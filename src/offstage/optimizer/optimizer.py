@@ -18,15 +18,17 @@ from typing import Any, TypeVar, Unpack, cast
 
 import torch
 
-from offstage.config import WINDOWS, OffloadConfig, OffloadSettings, documents, format_size
+from offstage.config import WINDOWS, OffloadConfig, OffloadSettings, documents, exact_size, format_size
 from offstage.errors import ConfigError, OffstageError
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.optimizer import state_dict as state_dicts
 from offstage.optimizer.checks import check_initialised, check_model, check_no_duplicates, check_optimizer, check_param
+from offstage.optimizer.clipping import clip_grad_norm_
 from offstage.optimizer.places import Groups
 from offstage.optimizer.receipt import Receipt, make_receipt
-from offstage.optimizer.replanning import replanned_config
+from offstage.optimizer.replanning import attach, replan, replanned_config
 from offstage.optimizer.runtime import Runtime
+from offstage.planning.fit_plan import FitPlan
 from offstage.planning.plan import Plan
 from offstage.rules import choose_rule, shell_of
 from offstage.weights.moving import describe, refuse_host_weights
@@ -128,8 +130,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         It waits until every update has been given to the device: with updates on the host, until they are made there.
         With `overlap_forward` not even for that.
 
-        When it returns, whatever the caller's stream is given next sees the new weights. With `overlap_forward` that
-        holds for each module's forward, and for everything after `synchronize()`; `.grad` is `None` afterwards.
+        When it returns, whatever the caller's stream is given next sees the new weights. With `overlap_forward` each
+        module's forward, and any other use of a weight through torch, waits for its update first; `.grad` is `None`
+        afterwards.
         """
         self._runtime.check_not_lost()
         loss = None
@@ -145,7 +148,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Gradients of an iteration that is given up take its updates with them, where that is possible."""
         self._runtime.drop_gradients()
-        super().zero_grad(set_to_none)
+        with self._runtime.uses.own():
+            super().zero_grad(set_to_none)
         self._runtime.zero_taken_gradients(set_to_none)
         self._runtime.start_again()
 
@@ -153,8 +157,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Make the host and the caller's stream wait until all weights and state are new and where they live.
 
-        Reading `state`, `state_dict()` or `model.state_dict()` does this itself; with `overlap_forward`, other reads of
-        weights outside a forward (an EMA, logging) need it.
+        Reading `state` or `state_dict()` does this itself, and weights wait for their own updates. With
+        `overlap_forward`, code needs it that reads weights without torch's functions: by address, or in C++.
         """
         self._runtime.synchronize()
 
@@ -183,7 +187,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parameters in the order in which torch's function would get them, which decides the norm's last bit; otherwise
         that of `param_groups`.
         """
-        return self._runtime.clip_grad_norm_(max_norm, norm_type, group, order)
+        return clip_grad_norm_(self._runtime, max_norm, norm_type, group, order)
 
     # Where state is
 
@@ -198,17 +202,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Where each parameter's state lives, in the order of `param_groups`."""
         return self._runtime.plan
 
+    @property
+    @_in_turn
+    def fitted(self) -> FitPlan | None:
+        """What `fit()` has decided, and from which measurements; `None` until it has, and without it."""
+        watcher = self._runtime.watcher
+        return watcher.plan if watcher is not None else None
+
     @_in_turn
     @torch.no_grad()
     def replan(self, **changes: Unpack[OffloadSettings]) -> Plan:
-        """Move all state to the plan that `changes` of the config give, bit for bit, and return it.
+        """Change settings between steps, bit for bit, and return the plan: state moves where they place it otherwise.
 
-        Between steps. `device_peak` stands for the `device_budget` that it leaves beside what training has taken so
-        far. `threads` and `slots` are given up where updates move to a place that has none. While state moves, host
-        memory holds both the old and the new arenas. If it fails, nothing has changed.
+        `overlap_forward` and `update_in_backward` go on and off, with what was learned about the loop. `weights` move a
+        layer at a time; parameters stay the same objects. `device_peak` stands for the `device_budget` that it leaves
+        beside what training has taken so far. `threads` and `slots` are given up where updates move to a place that has
+        none. While state moves, host memory holds both the old and the new arenas. If it fails, nothing has changed.
+        Under `fit()`, which decides all of these, it raises.
         """
         self._runtime.check_not_lost()
-        self._runtime.move_to(replanned_config(self._runtime, changes))
+        replan(self._runtime, replanned_config(self._runtime, changes))
         return self.plan
 
     @_in_turn
@@ -218,7 +231,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         For engines that know parameters only when they make the optimizer.
         """
         check_model(self, model)
-        self._runtime.attach(model)
+        attach(self._runtime, model)
 
     @_in_turn
     def prefetch(self) -> None:
@@ -309,8 +322,9 @@ def _check(optimizer: torch.optim.Optimizer, config: OffloadConfig, names: dict[
     if config.device_peak is not None and config.window != "auto":
         raise ConfigError(
             f"device_peak={format_size(int(config.device_peak))} needs to know what training takes besides state, "
-            "which offload() cannot know yet. Use window='auto', train a few steps and call "
-            "optimizer.replan(device_peak=...), or ask make_plan with a workload."
+            "which offload() does not measure; expected window='auto' with it, found "
+            f"window={config.window!r}. Use offstage.fit(model, optimizer, "
+            f"device_peak={exact_size(int(config.device_peak))!r}), which fits state, weights and activations into it."
         )
 
 

@@ -36,6 +36,7 @@ from offstage.planning.sizes import ParamSize
 from offstage.rules import Rule
 from offstage.rules.rule import ParamState
 from offstage.tensors import is_sharded, largest_shard, local_of
+from offstage.weights.host_layer import HostLayer
 from offstage.weights.host_weights import host_weight_of
 from offstage.weights.moving import MovingWeights
 
@@ -47,6 +48,11 @@ NOTHING_TRAINS = (
     "no parameter of this optimizer requires a gradient, so it trains nothing: was the model frozen or wrapped (PEFT "
     "does both) after the optimizer was made?"
 )
+
+
+_CUES = {"overlap_forward", "update_in_backward"}
+_PLACING = {"fraction", "device_budget", "min_bytes", "slots"}
+"""Settings that are not felt where they leave everything in its place. The number of slots can change alone."""
 
 
 class Places:
@@ -103,21 +109,11 @@ class Places:
         much for every parameter as there. `moving`: weights that may go to the host with their state. `with_state`:
         parameters that are about to get state, also if they are frozen.
         """
-        check_options(groups)
-        group_of = {param: group for group in groups for param in group["params"]}
         with_state = {*with_state, *(param for param, values in (existing or {}).items() if values)}
-        self._forget_replaced(group_of)
-        wanted = [self._wanted(param, group, like, with_state) for param, group in group_of.items()]
-        check_no_overlap(list(group_of), self.names)
-        by_device: dict[torch.device, list[ParamState]] = {}
-        for state in wanted:
-            by_device.setdefault(state.device, []).append(state)
-        plans = {device: self._planned(device, states) for device, states in by_device.items()}
-        self._refuse_ineffective(plans, by_device)
+        group_of = {param: group for group in groups for param in group["params"]}
+        by_device, plans = self._wanted_places(groups, like, with_state, weights_move=moving is not None)
+        wanted = [state for states in by_device.values() for state in states]
         self.all_taken()  # what the first step takes is counted anew
-        for device, states in by_device.items():
-            for state, placement in zip(states, plans[device].placements, strict=True):
-                state.placement = placement
         stay = [state.param for state in wanted if state.placement is not Placement.STREAMED and not state.frozen]
         moved_bytes = moving.host_bytes(stay) if moving is not None else 0
         try:
@@ -126,7 +122,8 @@ class Places:
                     self._move_weights(moving, wanted, stay)
                 for device, states in by_device.items():
                     new = [state for state in states if state is not self.states.get(state.param)]
-                    self._build(device, new, plans[device], group_of, existing or {})
+                    returning = moving.returning if moving is not None else ()
+                    self._build(device, new, plans[device], group_of, existing or {}, returning)
         finally:
             self._claim = Claim(sum(self.still_to_take().values()))
         in_use = {state.device for state in self.states.values()}
@@ -138,13 +135,68 @@ class Places:
         self._plans = plans
         self._signatures = [self._rule.signature(group) for group in groups]
 
-    def _planned(self, device: torch.device, states: Sequence[ParamState]) -> Plan:
+    def _wanted_places(
+        self,
+        groups: Groups,
+        like: Places | None,
+        with_state: Collection[torch.Tensor],
+        *,
+        weights_move: bool = False,
+    ) -> tuple[dict[torch.device, list[ParamState]], dict[torch.device, Plan]]:
+        """The state that every parameter has or should get, with its placement, and the plans, by device.
+
+        Unless `weights_move`, which then follow the plan, state of weights that live on the host streams.
+        """
+        check_options(groups)
+        group_of = {param: group for group in groups for param in group["params"]}
+        self._forget_replaced(group_of)
+        wanted = [self._wanted(param, group, like, with_state) for param, group in group_of.items()]
+        check_no_overlap(list(group_of), self.names)
+        by_device: dict[torch.device, list[ParamState]] = {}
+        for state in wanted:
+            by_device.setdefault(state.device, []).append(state)
+        plans = {device: self._planned(device, states, weights_move) for device, states in by_device.items()}
+        self._refuse_ineffective(plans, by_device)
+        for device, states in by_device.items():
+            for state, placement in zip(states, plans[device].placements, strict=True):
+                state.placement = placement
+        return by_device, plans
+
+    def follow(self, config: OffloadConfig, groups: Groups) -> bool:
+        """Take `config` over if all state can stay where it is; returns whether it can. Nothing is under way."""
+        changed = {
+            field.name
+            for field in dataclasses.fields(config)
+            if getattr(config, field.name) != getattr(self._config, field.name)
+        }
+        only_cues = bool(changed) and changed <= _CUES
+        if not only_cues and not (changed <= _CUES | _PLACING and self._would_stay(config, groups)):
+            return False
+        self._config = config
+        for engine in self.engines.values():
+            engine.follow(config)
+        return True
+
+    def _would_stay(self, config: OffloadConfig, groups: Groups) -> bool:
+        """Whether all state would be placed by `config` as it is now."""
+        other = Places(self._rule, config, self.names)
+        other._host_fractions.update(self._host_fractions)
+        by_device, plans = other._wanted_places(groups, self, ())
+        wanted = {state.param: state for states in by_device.values() for state in states}
+        sizes = {device: (plan.chunk_bytes, plan.host_chunk_bytes) for device, plan in plans.items()}
+        return (
+            wanted.keys() == self.states.keys()
+            and all(_kind(state) == _kind(self.states[param]) for param, state in wanted.items())
+            and sizes == {device: (plan.chunk_bytes, plan.host_chunk_bytes) for device, plan in self._plans.items()}
+        )
+
+    def _planned(self, device: torch.device, states: Sequence[ParamState], weights_move: bool) -> Plan:
         """Where `states` go; those that have a place keep it."""
         placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
         for i, state in enumerate(states):
             if state.frozen:
                 placed[i] = Placement.RESIDENT
-            elif host_weight_of(state.param) is not None:
+            elif not weights_move and host_weight_of(state.param) is not None:
                 placed[i] = Placement.STREAMED
         sizes = [self.size_of(state) for state in states]
         try:
@@ -159,8 +211,16 @@ class Places:
         for device in {state.device for state in states} | moving.devices:
             self._engine(device).transport.connect()
         made = moving.move(stay, self.lanes, self.timers)
+        self.use_layers([] if made is None else made.layers, besides=moving.returning)
+
+    def use_layers(self, layers: Sequence[HostLayer], besides: Collection[torch.Tensor] = ()) -> None:
+        """These live on the host, without those that have parameters of `besides`."""
+        stay = [layer for layer in layers if not any(weight.param in besides for weight in layer.weights)]
         for device, engine in self.engines.items():
-            engine.transport.layers = [layer for layer in made.layers if layer.device == device]
+            engine.transport.layers = [layer for layer in stay if layer.device == device]
+        for state in self.states.values():
+            if state.placement is Placement.STREAMED:
+                state.hosted = host_weight_of(state.param)
 
     @property
     def lanes(self) -> dict[torch.device, Lanes]:
@@ -318,10 +378,12 @@ class Places:
         plan: Plan,
         group_of: Mapping[torch.Tensor, dict[str, Any]],
         existing: Mapping[torch.Tensor, Mapping[str, Any]],
+        returning: Collection[torch.Tensor],
     ) -> None:
         engine = self._engine(device)
         for state in states:
-            state.hosted = host_weight_of(state.param) if state.placement is Placement.STREAMED else None
+            if state.placement is Placement.STREAMED and state.param not in returning:
+                state.hosted = host_weight_of(state.param)
         has_spare = any(engine.arenas.has_spare for engine in self.engines.values())
         _drain(engine)
         for state in states:
@@ -446,8 +508,8 @@ class Places:
     def _host_states(self) -> Iterator[HostState]:
         return (host for engine in self.engines.values() for host in engine.arenas.sets)
 
-    def moved_to(self, config: OffloadConfig, groups: Groups) -> Places:
-        """All state in new places, as `config` says; the lanes have been drained.
+    def moved_to(self, config: OffloadConfig, groups: Groups, moving: MovingWeights | None = None) -> Places:
+        """All state in new places, as `config` says; the lanes have been drained. `moving`: weights that move, too.
 
         They are built and filled next to these, parameter by parameter: whatever fails leaves these as they were.
         Resident state that stays resident is not copied.
@@ -456,17 +518,23 @@ class Places:
         self.all_taken()  # the new places claim what the next step takes
         resident = {param: named_state.resident_tensors(state) for param, state in self.states.items()}
         try:
-            new.place(groups, resident, like=self)
+            new.place(groups, resident, like=self, moving=moving)
+            if moving is None:
+                for device in new.engines.keys() & self.engines.keys():
+                    new.engines[device].transport.layers = self.engines[device].transport.layers
             for group in groups:
                 for param in group["params"]:
                     named_state.adopt(new.states[param], self.states[param], group)
         except BaseException:
             new.close()
             raise
-        for device, engine in new.engines.items():
-            if device in self.engines:
-                engine.transport.carry_on(self.engines[device].transport, new.states)
         return new
+
+    def carry_on(self, other: Places) -> None:
+        """These, which `other` has moved to, take its place from now on."""
+        for device, engine in self.engines.items():
+            if device in other.engines:
+                engine.transport.carry_on(other.engines[device].transport, self.states)
 
     def close(self) -> None:
         """Give back everything that these places have."""
@@ -489,6 +557,10 @@ class Places:
     def moved(self) -> Moved:
         """Since the beginning."""
         return sum((engine.transport.moved for engine in self.engines.values()), Moved())
+
+
+def _kind(state: ParamState) -> tuple[Any, ...]:
+    return state.device, state.placement, state.keys, state.frozen
 
 
 def _drain(engine: Engine) -> None:

@@ -16,7 +16,7 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,23 +26,23 @@ from offstage.engine import named_state
 from offstage.engine.engine import Engine
 from offstage.engine.snapshot import Snapshot
 from offstage.engine.transport import Moved
-from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
-from offstage.lanes.lanes import ImmediateLanes
+from offstage.errors import ConfigError, OffloadIneffectiveError, StepLostError
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import running_backward
 from offstage.optimizer.checks import check_no_duplicates
 from offstage.optimizer.iteration import End, Iteration, lost_by, note_writes
+from offstage.optimizer.overlap.cues import needs_model
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
-from offstage.optimizer.overlap.left_gradient import LeftGradient
-from offstage.optimizer.overlap.overlap import Overlap, needs_model
+from offstage.optimizer.overlap.left_gradient import GradientUses, LeftGradient
+from offstage.optimizer.overlap.overlap import Overlap
 from offstage.optimizer.overlap.speculation import Norm, Speculation
 from offstage.optimizer.places import NOTHING_TRAINS, Groups, Places
 from offstage.optimizer.trained_model import TrainedModel, trains_nothing
+from offstage.planning.fit_plan import FitPlan
 from offstage.planning.group_slots import with_slots
 from offstage.planning.plan import Plan
 from offstage.rules import Rule
 from offstage.rules.rule import ParamState, ParamUpdate
-from offstage.tensors import home_of, place_gradient
 from offstage.weights.host_weights import HostWeights, host_weight_of
 from offstage.weights.moving import MovingWeights
 
@@ -62,6 +62,23 @@ class Rest(Protocol):
 
     def use(self, how: str) -> None:
         """The optimizer is about to be used: raise if it is asleep, and wait for its state if it is waking."""
+
+
+class Watcher(Protocol):
+    """Decides between steps how training goes on."""
+
+    @property
+    def plan(self) -> FitPlan | None:
+        """What it has decided last."""
+
+    def begin_step(self) -> None:
+        """`step()` begins: backward is over, and so is clipping."""
+
+    def end_step(self) -> None:
+        """`step()` is over, and settings may change."""
+
+    def remove(self) -> None:
+        """The optimizer is closed."""
 
 
 class Runtime:
@@ -87,20 +104,30 @@ class Runtime:
         self.weights: HostWeights | None = None
         """Those that live on the host."""
         self.speculation = Speculation()
+        self.uses = GradientUses(self.turn)
         self.overlap: Overlap | None = None
+        """Once there were cues; without any it has no hooks, and waits for others with what it has learned."""
         self.iteration = Iteration(1, self.places, weakref.WeakMethod(self._ended))
         self.own_state: dict[Any, Any] = {}
         """What the user keeps in `optimizer.state` under keys that are not tensors."""
         self.rest: Rest | None = None
         """While it is asleep, and until its state is back."""
+        self.watcher: Watcher | None = None
+        """Of a job that `fit()` runs."""
+        self.is_deciding = False
+        """Whether it is the watcher that changes settings."""
         self.steps = 0
         self.skipped_steps = 0
         self.last_moved = Moved()
         """In the last step: from the end of the one before to its own."""
         self._groups = groups
         self._lost: str | None = None
+        self._holds = False
+        self._fetched_before = 0
+        """Bytes of weights that were on the host earlier, and are not any more."""
         self._moved_until = Moved()
-        self._norm_on_host: torch.Tensor | None = None
+        self.norm_on_host: torch.Tensor | None = None
+        """Where the host looks at norms."""
         self._taken: dict[torch.Tensor, torch.dtype] = {}
         """Gradients, by dtype, that steps have taken and that plain torch would have left to be zeroed."""
         self._trained = TrainedModel(model)
@@ -121,9 +148,18 @@ class Runtime:
             if moving is not None:
                 moving.undo()
             raise
-        if moving is not None:
-            self.weights = moving.made
-            assert self.weights is not None
+        self.weights = moving.made if moving is not None else None
+        self.tell_weights()
+
+    def use_weights(self, weights: HostWeights | None) -> None:
+        """These live on the host from now on."""
+        if self.weights is not None and weights is None:
+            self._fetched_before += self.weights.bytes_fetched
+        self.weights = weights
+
+    def tell_weights(self) -> None:
+        """Weights that live on the host know who updates them."""
+        if self.weights is not None:
             assert self.overlap is not None
             self.weights.listener = weakref.ref(self.overlap)
             self.weights.may_reuse = self.config.overlap_forward
@@ -159,8 +195,6 @@ class Runtime:
         self.overlap, self._waits_for_model = overlap, False
         self._trained = TrainedModel(model)
         self._trained.look(self.places, self.groups)
-        if with_slots(self.config, model) != with_slots(self.config, None):
-            self.move_to(self.config)
 
     def _check_model(self) -> None:
         """Raise if the model that the config needs has not come yet."""
@@ -221,12 +255,17 @@ class Runtime:
         """Make the step of the gradients that there are, or nothing if their norm forbids it."""
         self.check_awake("step()")
         self._check_model()
+        if self.watcher is not None:
+            self.watcher.begin_step()
         self.follow_groups()
         self._trained.look_at_new(self.places, self.groups)
         with contextlib.ExitStack() as timed:
             for engine in self.engines:
                 timed.enter_context(engine.transport.timer.step())
             self._step()
+        if self.watcher is not None:
+            with self.deciding():
+                self.watcher.end_step()
 
     def _step(self) -> None:
         if self.iteration.norm is not None and not self._norm_allows(self.iteration.norm):
@@ -314,16 +353,22 @@ class Runtime:
         """The step is made: what does it say about the next ones?"""
         if self.overlap is not None:
             self.overlap.learn(with_updates=with_early)
-            self._forget_gradients()
+            self._forget_gradients(self.overlap)
         if norm is not None:
+            self.speculation.clips = True
             self.speculation.decide(norm.within)
-            if self.config.update_in_backward and not self.speculation.clips:
-                self.arm_speculation()
+            self.arm_speculation()
 
-    def _forget_gradients(self) -> None:
-        """Where updates are made in backward, fewer gradients go to the host than while that was learned."""
-        learned = not self.overlap.selection.is_learning if self.overlap is not None else False
-        for engine in self.engines if learned and self.config.update_in_backward else ():
+    def _forget_gradients(self, overlap: Overlap) -> None:
+        """Where updates are made in backward, fewer gradients go to the host than while that was learned, or held.
+
+        And none where only weights on the host could send theirs, and there are none.
+        """
+        if self.config.update_in_backward:
+            all_leave = overlap.selection.is_learning or self.hold_updates
+        else:
+            all_leave = self.weights is not None
+        for engine in self.engines if not all_leave else ():
             gradients = engine.transport.gradients
             if gradients.is_larger_than_used:
                 engine.transport.synchronize("host: the first gradients are used")
@@ -334,10 +379,13 @@ class Runtime:
             gradients.next_iteration()
 
     def arm_speculation(self) -> None:
-        """The loop clips: from the next iteration on updates in backward are speculative, if the host has the room."""
+        """If the loop clips, updates in backward are speculative from now on, as long as the host has the room."""
+        speculation = self.speculation
+        if not self.config.update_in_backward or not speculation.clips or speculation.is_armed or self.hold_updates:
+            return
         budget = self.config.host_budget
         beside = self.places.still_to_take()
-        self.speculation.arm(self.engines, None if budget is None else int(budget), beside, self.weights)
+        speculation.arm(self.engines, None if budget is None else int(budget), beside, self.weights)
 
     def _fail(self, iteration: Iteration, error: BaseException, updated: bool) -> None:
         """Nothing updated yet: all is as before the step. Otherwise the step is lost, and says so from now on."""
@@ -360,47 +408,9 @@ class Runtime:
 
     # Clipping
 
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float,
-        group: torch.distributed.ProcessGroup | None,
-        order: Sequence[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """The norm of all gradients, and the gradients scaled by it, now or when it is known whether they must be."""
-        self.check_awake("clip_grad_norm_()")
-        iteration = self.iteration
-        if iteration.early and not iteration.speculative:
-            raise OffstageError(
-                "clip_grad_norm_() was called for the first time after updates in backward had been made without it. "
-                "Expected it in every iteration from the first on, so that update_in_backward can keep the old weights."
-            )
-        if iteration.norm is not None and iteration.speculative:  # a second call: the first may have to clip
-            self._keep_or_revert(iteration.norm)
-            iteration = self.iteration
-        every_param = [p for one in self.groups for p in one["params"]]
-        if order is not None:
-            own = set(every_param)
-            every_param = list(dict.fromkeys([*(p for p in order if p in own), *every_param]))
-        params = [p for p in every_param if p.grad is not None]
-        for param in params:
-            place_gradient(param)
-        gradients = {p: gradient for p in params if (gradient := iteration.gradients.get(p, p.grad)) is not None}
-        device = next((home_of(param) for param in gradients), torch.device("cpu"))
-        engine = self.places.engines.get(device)
-        lanes = engine.transport.lanes if engine is not None else ImmediateLanes(device)
-        if self._norm_on_host is None:
-            self._norm_on_host = torch.zeros(2, dtype=torch.float64, device="cpu", pin_memory=device.type != "cpu")
-        iteration.norm = Norm(
-            every_param, gradients, max_norm, norm_type, group=group, seen=self._norm_on_host, lanes=lanes
-        )
-        if not iteration.speculative:
-            iteration.norm.clip()
-        return iteration.norm.total
-
     def _norm_allows(self, norm: Norm) -> bool:
         """Whether the step may be made. A speculative one whose gradients must be clipped is taken back first."""
-        self._keep_or_revert(norm)
+        self.keep_or_revert(norm)
         if norm.finite:
             return True
         self.skipped_steps += 1
@@ -409,7 +419,7 @@ class Runtime:
         logger.warning("The gradients' norm is %s: step() changes nothing", float(norm.total))
         return False
 
-    def _keep_or_revert(self, norm: Norm) -> None:
+    def keep_or_revert(self, norm: Norm) -> None:
         """Wait for the norm; speculative updates stay only if it changes no gradient."""
         norm.wait()
         if self.iteration.speculative and not (norm.finite and norm.within):
@@ -481,6 +491,44 @@ class Runtime:
         """All state has been replaced."""
         self._lost = None
 
+    # Watching the loop
+
+    @contextlib.contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Within: the watcher changes settings, which nobody else may while there is one."""
+        with self.turn:
+            before, self.is_deciding = self.is_deciding, True
+            try:
+                yield
+            finally:
+                self.is_deciding = before
+
+    @property
+    def hold_updates(self) -> bool:
+        """Whether `step()` makes all updates for now, as while it is learned which of them backward can make.
+
+        Set between steps. Gradients leave for the host meanwhile, where they can.
+        """
+        return self._holds
+
+    @hold_updates.setter
+    def hold_updates(self, hold: bool) -> None:
+        with self.turn:
+            if hold:
+                self.drain_state()
+                self.speculation.disarm(self.engines, self.weights)
+            self._holds = hold
+            self.arm_speculation()
+
+    @property
+    def gradient_uses(self) -> int:
+        """How often other code has used a gradient that had left, since this was set to 0."""
+        return self.uses.count
+
+    @gradient_uses.setter
+    def gradient_uses(self, count: int) -> None:
+        self.uses.count = count
+
     # Waiting
 
     def check_awake(self, how: str) -> None:
@@ -493,13 +541,24 @@ class Runtime:
         if self.overlap is not None:
             self.overlap.check_between_steps()
 
+    def return_slots(self) -> None:
+        """Between steps: slots give their memory back behind their last stores, and the next step makes them again."""
+        for engine in self.engines:
+            pipeline = engine.transport.pipeline
+            pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
+
     def free_slots(self, device: torch.device) -> int:
-        """Give the slots' and the window's memory back until it is needed. Returns how much. All is drained."""
+        """Give memory back that holds nothing until it is needed. Returns how much of it slots and window had.
+
+        All is drained. Device memory of gradients that have left, and what the rule itself keeps, go with it.
+        """
         engine = self.places.engines.get(device)
         if engine is None:
             return 0
         pipeline = engine.transport.pipeline
         freed = pipeline.device_bytes
+        engine.transport.gradients.rest()
+        self.rule.rest(device)
         pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
         return freed
 
@@ -558,26 +617,11 @@ class Runtime:
             engine.transport.pipeline.discard_staged()
             engine.transport.pipeline.narrow(0)
 
-    def move_to(self, config: OffloadConfig) -> None:
-        """All state to the plan that `config` gives. If it fails, nothing has changed."""
-        self.check_awake("replan()")
-        self.drain_state()
-        places = self.places.moved_to(with_slots(config, self.model), self.groups)
-        if self.weights is not None:
-            self.weights.use(places.lanes, places.timers)
-        self.places.close()
-        self.places, self.config = places, config
-        self.iteration.revert()  # the next one is of the new places
-        if self.speculation.clips:
-            self.arm_speculation()
-        if self.overlap is not None:
-            self.overlap.replanned(config)
-        logger.info("replanned, %s", self.plan.summary())
-        self.places.log_fallbacks()
-
     def close(self) -> None:
         """Give back slots and pinned memory, after the last copy."""
         self.iteration.give_up("The optimizer was closed between backward and step().")
+        if self.watcher is not None:
+            self.watcher.remove()
         if self.overlap is not None:
             self.overlap.remove()
         self.places.give_up("close: the weights are ready")
@@ -645,7 +689,7 @@ class Runtime:
     def moved(self) -> Moved:
         """Since the beginning."""
         weights = self.weights.bytes_fetched if self.weights is not None else 0
-        return self.places.moved() + Moved(weights_up=weights)
+        return self.places.moved() + Moved(weights_up=self._fetched_before + weights)
 
     def device_state_bytes(self, device: torch.device) -> int:
         """State on `device` now: resident state and slots."""

@@ -17,6 +17,8 @@ _GIB = 1 << 30
 
 # Shares of a peak, measured on the reference machine.
 _DEVICE = 4061 / 4800
+_COMPUTE = 537 / 989
+"""Of bf16 matrix products, by the forward of the reference workload: 91.4e12 operations in 170.1 ms."""
 _LINK_ONE_WAY = 55.0 / 63.0
 _LINK_BOTH_WAYS = 50.0 / 63.0
 _UPDATE = 149.8 / 165.8
@@ -70,6 +72,8 @@ class Preset:
     gib: int
     gb_per_s: float
     """Peak of the device's memory."""
+    peak_tflops: float
+    """Peak of dense bf16 matrix products with fp32 sums."""
     link: str
     host: Host
     source: str
@@ -78,6 +82,16 @@ class Preset:
     @property
     def measured(self) -> bool:
         return self.host is _REFERENCE
+
+    @property
+    def tflops(self) -> float:
+        """What a transformer is assumed to reach."""
+        return _COMPUTE * self.peak_tflops
+
+    def explain_tflops(self) -> str:
+        """The same with its source."""
+        share = f"{_COMPUTE:.0%}, as measured on an H200, of {self.peak_tflops:g} ({self.source})"
+        return f"{self.tflops:.0f} TFLOP/s: {share}"
 
     def machine(self, ranks: int = 1) -> Machine:
         """The machine for a plan in which `ranks` devices of one host take part."""
@@ -131,17 +145,17 @@ _NVIDIA = "NVIDIA data sheet"
 MACHINES = {
     one.name: one
     for one in (
-        Preset("rtx3090", "GeForce RTX 3090", 24, 936, "PCIe 4 x16", _DESKTOP, _NVIDIA),
-        Preset("rtx4090", "GeForce RTX 4090", 24, 1008, "PCIe 4 x16", _DESKTOP, _NVIDIA),
-        Preset("rtx5090", "GeForce RTX 5090", 32, 1792, "PCIe 5 x16", _DESKTOP, _NVIDIA),
-        Preset("a100-40g", "NVIDIA A100 40GB", 40, 1555, "PCIe 4 x16", _DDR4_SERVER, _NVIDIA),
-        Preset("l40s", "NVIDIA L40S", 48, 864, "PCIe 4 x16", _DDR5_SERVER, _NVIDIA),
-        Preset("a100-80g", "NVIDIA A100 80GB SXM", 80, 2039, "PCIe 4 x16", _DDR4_SERVER, _NVIDIA),
-        Preset("h100-80g", "NVIDIA H100 80GB SXM", 80, 3350, "PCIe 5 x16", _DDR5_SERVER, _NVIDIA),
-        Preset("gh200", "NVIDIA GH200 96GB", 96, 4000, "NVLink-C2C", _GRACE, _NVIDIA),
-        Preset("h200", "NVIDIA H200", 141, 4800, "PCIe 5 x16", _REFERENCE, _NVIDIA),
-        Preset("b200", "NVIDIA B200", 180, 8000, "PCIe 5 x16", _DDR5_SERVER, _NVIDIA),
-        Preset("mi300x", "AMD Instinct MI300X", 192, 5300, "PCIe 5 x16", _DDR5_SERVER, "AMD data sheet"),
+        Preset("rtx3090", "GeForce RTX 3090", 24, 936, 71, "PCIe 4 x16", _DESKTOP, _NVIDIA),
+        Preset("rtx4090", "GeForce RTX 4090", 24, 1008, 165, "PCIe 4 x16", _DESKTOP, _NVIDIA),
+        Preset("rtx5090", "GeForce RTX 5090", 32, 1792, 209, "PCIe 5 x16", _DESKTOP, _NVIDIA),
+        Preset("a100-40g", "NVIDIA A100 40GB", 40, 1555, 312, "PCIe 4 x16", _DDR4_SERVER, _NVIDIA),
+        Preset("l40s", "NVIDIA L40S", 48, 864, 362, "PCIe 4 x16", _DDR5_SERVER, _NVIDIA),
+        Preset("a100-80g", "NVIDIA A100 80GB SXM", 80, 2039, 312, "PCIe 4 x16", _DDR4_SERVER, _NVIDIA),
+        Preset("h100-80g", "NVIDIA H100 80GB SXM", 80, 3350, 989, "PCIe 5 x16", _DDR5_SERVER, _NVIDIA),
+        Preset("gh200", "NVIDIA GH200 96GB", 96, 4000, 989, "NVLink-C2C", _GRACE, _NVIDIA),
+        Preset("h200", "NVIDIA H200", 141, 4800, 989, "PCIe 5 x16", _REFERENCE, _NVIDIA),
+        Preset("b200", "NVIDIA B200", 180, 8000, 2250, "PCIe 5 x16", _DDR5_SERVER, _NVIDIA),
+        Preset("mi300x", "AMD Instinct MI300X", 192, 5300, 1307, "PCIe 5 x16", _DDR5_SERVER, "AMD data sheet"),
     )
 }
 """By name, in the order of their memory."""

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from offstage import ConfigError, OffloadConfig
-from offstage.config import exact_size, parse_size
+from offstage.config import exact_size
+from offstage.train.fit_settings import FitSettings, check_decided
 from offstage.train.flags import Values, parse_sections
 from offstage.train.lora_settings import LoraSettings
 from offstage.train.run_settings import RunSettings
@@ -218,21 +219,16 @@ class OptimizerSettings:
 class ActivationSettings:
     """What happens to the tensors that forward saves for backward."""
 
-    mode: Literal["keep", "checkpoint", "offload", "checkpoint_and_offload", "auto"] = "keep"
+    mode: Literal["keep", "checkpoint", "offload", "checkpoint_and_offload"] = "keep"
     """keep: they stay on the device. checkpoint: a block keeps its input and recomputes the rest, a third more time.
     offload: they are stored in host memory. checkpoint_and_offload: blocks recompute from inputs stored in host
-    memory. auto: per block, what device_peak leaves room for."""
-
-    device_peak: int | str | None = None
-    """For auto: most bytes of device memory for the whole process, such as 24GiB. Without it: all the device has."""
+    memory."""
 
     fraction: float = 1.0
     """For offload and checkpoint_and_offload: the share of the saved bytes that leaves."""
 
     def __post_init__(self) -> None:
         checked(self, "activations")
-        if self.device_peak is not None:
-            object.__setattr__(self, "device_peak", parse_size(self.device_peak, "activations.device_peak"))
         if not 0.0 <= self.fraction <= 1.0:
             raise ConfigError(
                 f"activations.fraction expects a share from 0.0 to 1.0; found {self.fraction}. Leave it out for 1.0."
@@ -241,11 +237,6 @@ class ActivationSettings:
             raise ConfigError(
                 f"activations.fraction={self.fraction} is a share of what leaves the device, which contradicts "
                 f"activations.mode={self.mode!r}. Use activations.mode='offload', or leave fraction out."
-            )
-        if self.device_peak is not None and self.mode != "auto":
-            raise ConfigError(
-                f"activations.device_peak={exact_size(int(self.device_peak))} is for activations.mode='auto', which "
-                f"contradicts {self.mode!r}. Use 'auto', or leave device_peak out."
             )
 
     @property
@@ -296,12 +287,15 @@ class TrainConfig:
     activations: ActivationSettings = field(default_factory=ActivationSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     run: RunSettings = field(default_factory=RunSettings)
+    fit: FitSettings = field(default_factory=FitSettings)
+    """Its settings are in no table, and their flags have no prefix."""
 
     def __post_init__(self) -> None:
-        for name, section in SECTIONS.items():
-            if not isinstance(getattr(self, name), section):
+        for section, cls in SECTIONS.items():
+            found = section_of(self, section)
+            if not isinstance(found, cls):
                 raise ConfigError(
-                    f"TrainConfig expects {section.__name__} for {name}; found {type(getattr(self, name)).__name__}."
+                    f"TrainConfig expects {cls.__name__} for {section or 'fit'}; found {type(found).__name__}."
                 )
         if self.run.eval_every and not self.data.eval_share:
             raise ConfigError(
@@ -313,11 +307,13 @@ class TrainConfig:
             self.refuse_divided_weights(divided)
         if self.parallel.stages > 1:
             self._check_pipeline()
+        self._check_fit()
         if self.offload.device_peak is not None and self.offload.window != "auto":
             raise ConfigError(
                 f"offload.device_peak={exact_size(int(self.offload.device_peak))} is the limit of offload.window="
-                f"'auto'; found window={self.offload.window}, with which a run does not use it. Use "
-                "offload.device_budget, which `offstage plan --budget` derives from a peak, or offload.window='auto'."
+                f"'auto'; found window={self.offload.window}, with which a run does not use it. Use --device-peak (in "
+                "a file: device_peak, above all tables), with which the run decides everything by itself, or "
+                "offload.device_budget, which `offstage plan --budget` derives from a peak."
             )
         if self.model.dtype == "float32" and self.offload.master_weights == "split":
             raise ConfigError(
@@ -332,6 +328,27 @@ class TrainConfig:
                 f"offload.weights={self.offload.weights!r} keeps weights on the host of one device, which updates all "
                 f"of them; expected one process without FSDP2 and stages, found {found}. Leave offload.weights out: "
                 "ranks divide the weights. Or start one process, without parallel settings."
+            )
+
+    def _check_fit(self) -> None:
+        activations, default = self.activations, ActivationSettings()
+        check_decided(
+            self.fit,
+            self.offload,
+            activations_mode=(activations.mode, default.mode),
+            activations_fraction=(activations.fraction, default.fraction),
+        )
+        if self.parallel.stages > 1 or self.parallel.fsdp is True:
+            divided = f"parallel.stages={self.parallel.stages}" if self.parallel.stages > 1 else "parallel.fsdp=true"
+            self.refuse_fit_of_ranks(divided)
+
+    def refuse_fit_of_ranks(self, found: str) -> None:
+        """Raise if the run is to decide by itself and ranks share it; `found` is how they do."""
+        if self.fit.decides:
+            raise ConfigError(
+                f"device_peak={exact_size(self.fit.peak_bytes)} decides for one device, and ranks of one run would "
+                f"decide differently; expected one process without FSDP2 and stages, found {found}. Start one process, "
+                "or leave device_peak out: `offstage plan --devices N --budget SIZE` finds settings for every rank."
             )
 
     def _check_pipeline(self) -> None:
@@ -349,6 +366,7 @@ class TrainConfig:
 
 
 SECTIONS: dict[str, type] = {
+    "": FitSettings,
     "model": ModelSettings,
     "lora": LoraSettings,
     "data": DataSettings,
@@ -360,6 +378,11 @@ SECTIONS: dict[str, type] = {
 }
 BYTE_SETTINGS = ("device_budget", "device_peak", "host_budget", "min_bytes", "chunk_bytes", "window", "weights")
 """Settings that are sizes, or may be; whole numbers are written with a unit."""
+
+
+def section_of(config: TrainConfig, section: str) -> Any:
+    """The settings of a section; ``""`` has those above all tables of a file."""
+    return getattr(config, section or "fit")
 
 
 def load_config(toml: Path | None, arguments: Sequence[str]) -> TrainConfig:
@@ -377,7 +400,7 @@ def build(values: Mapping[str, Mapping[str, Any]]) -> TrainConfig:
         except ConfigError as error:
             # The trainer's own sections name their section in messages; OffloadConfig does not know it.
             raise ConfigError(f"offload: {error}") if name == "offload" else error from None
-    return TrainConfig(**sections)
+    return TrainConfig(**{name or "fit": section for name, section in sections.items()})
 
 
 def read_toml(path: Path) -> Values:
@@ -394,24 +417,27 @@ def read_toml(path: Path) -> Values:
             f"{path} is expected to be TOML, such as '[run]' and then 'steps = 300'; found: {error}. Mend that line."
         ) from None
     values: Values = {}
-    for section, fields in content.items():
+    above = {name: content.pop(name) for name in field_types(FitSettings) if name in content}
+    for section, fields in [("", above), *content.items()]:
         if section not in SECTIONS:
-            raise ConfigError(f"{path} has an unknown section [{section}]. {nearest(section, SECTIONS)}")
+            known = [*filter(None, SECTIONS), *field_types(FitSettings)]
+            raise ConfigError(f"{path} has an unknown section [{section}]. {nearest(section, known)}")
         if not isinstance(fields, dict):
             raise ConfigError(
                 f"{path}: {section} expects a table, '[{section}]' and a line for each setting; found {fields!r}."
             )
-        known = field_types(SECTIONS[section])
+        types = field_types(SECTIONS[section])
         for name, value in fields.items():
-            if name not in known:
+            if name not in types:
                 raise ConfigError(f"{path} has an unknown setting {section}.{name}. {_near(section, name)}")
-            values.setdefault(section, {})[name] = check(value, known[name], f"{path}: {section}.{name}")
+            shown = f"{section}.{name}" if section else name
+            values.setdefault(section, {})[name] = check(value, types[name], f"{path}: {shown}")
     return values
 
 
 def _near(section: str, name: str) -> str:
     """The nearest setting; of the same name in another section, if there is one."""
-    everything = {one: [f"{one}.{key}" for key in field_types(cls)] for one, cls in SECTIONS.items()}
+    everything = {one: [f"{one}.{key}" for key in field_types(cls)] for one, cls in SECTIONS.items() if one}
     elsewhere = [key for keys in everything.values() for key in keys if key.endswith(f".{name}")]
     return nearest(f"{section}.{name}", elsewhere or everything[section])
 
@@ -421,11 +447,12 @@ def to_toml(config: TrainConfig) -> str:
 
     Those that are not set are comments that say what each expects.
     """
-    return "\n".join(line for name in SECTIONS for line in _section_lines(name, getattr(config, name)))
+    return "\n".join(line for name in SECTIONS for line in _section_lines(name, section_of(config, name)))
 
 
 def _section_lines(name: str, section: Any) -> Iterator[str]:
-    yield f"[{name}]"
+    if name:
+        yield f"[{name}]"
     for one in dataclasses.fields(section):
         value = getattr(section, one.name)
         if value is not None:

@@ -24,17 +24,19 @@ from typing import Any
 
 import torch
 
-from offstage import ConfigError, OffloadedOptimizer, OffstageError, measure_machine, offload
+from offstage import ConfigError, FitPlan, OffloadedOptimizer, OffstageError, measure_machine, offload
 from offstage.checkpoint.ranks import Ranks
 from offstage.config import format_size
 from offstage.memory.allocation_history import AllocationHistory
 from offstage.optimizer.optimizer import runtime_of
+from offstage.train.adamw import adamw_for
 from offstage.train.checkpoints import Checkpoints, rng_states, set_rng_states
 from offstage.train.config import DataSettings, TrainConfig, resolved, to_toml
 from offstage.train.data import Batches, Feed
 from offstage.train.description import first_weights, keep, with_tokenizer, without_weights
 from offstage.train.determinism import deterministic, explained_errors
 from offstage.train.extras import check_packages
+from offstage.train.fitted_run import fitted_run
 from offstage.train.memory_needs import check_host_weights, check_memory
 from offstage.train.metrics import Meter, MetricsFile, Row
 from offstage.train.observe import Observer
@@ -77,6 +79,8 @@ class Result:
     """Steps left out in this process because a gradient was not finite."""
     stopped_by: str | None = None
     """The signal that ended it early, such as SIGINT."""
+    fitted: FitPlan | None = None
+    """What the run has decided within `device_peak`."""
 
 
 def run(config: TrainConfig) -> Result:
@@ -143,6 +147,7 @@ class Training:
                 claim = open_until_closed.enter_context(check_memory(to_build, parallel, self.encoder.vocabulary))
             with ranks.failing_together("Reading the data"):
                 self.feed, self._eval_data = self._open_data(to_build.data, check)
+            self.fitted = fitted_run(config, parallel, folder, progress.say, vocabulary=self.encoder.vocabulary)
             if self._predicts:
                 measure_machine(parallel.device)  # now, while the device is empty; the result is cached
             with ranks.failing_together("Building the model"), explained_errors(config, building=True):
@@ -150,7 +155,9 @@ class Training:
                 claim.release()  # the optimizer claims what is left to take
                 self.optimizer = self._make_optimizer()
                 open_until_closed.callback(self.optimizer.close)
-                modes = activation_mode(config.activations, self.passes, parallel.device)
+                if self.fitted is not None:
+                    open_until_closed.callback(self.fitted.close)
+                modes = activation_mode(config.activations, self.passes)
                 self.activations = open_until_closed.enter_context(modes)
             tokens = config.data.sequence * config.data.batch * config.data.micro_batches * parallel.data_ranks
             self.meter = Meter(self.optimizer, parallel.device, tokens)
@@ -183,15 +190,10 @@ class Training:
         return dataclasses.replace(config, model=model, data=data)
 
     def _make_optimizer(self) -> OffloadedOptimizer:
-        settings, model = self.config.optimizer, self.passes.model
-        params = [param for param in model.parameters() if param.requires_grad]
-        groups = [
-            {"params": [param for param in params if param.dim() > 1], "weight_decay": settings.weight_decay},
-            {"params": [param for param in params if param.dim() <= 1], "weight_decay": 0.0},
-        ]
-        adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps
-        )
+        model = self.passes.model
+        adamw = adamw_for(model, self.config.optimizer)
+        if self.fitted is not None:
+            return self.fitted.take_over(adamw, model)
         return offload(adamw, model, self.config.offload)
 
     # Runtime #
@@ -236,17 +238,19 @@ class Training:
         self._mark("step")
         optimizer.step()
         optimizer.zero_grad()
+        if self.fitted is not None:
+            self.fitted.after_step(step)
         skipped = runtime_of(optimizer).skipped_steps > skipped_before
         self.step = step
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         self._show(self.meter.end(step, self.parallel.mean(loss), norm, lr, skipped=skipped))
-        if not self.config.offload.overlap_forward:
+        if not optimizer.config.overlap_forward:
             self._end_observing()
 
     def _clip(self) -> torch.Tensor | None:
         """Clip by the norm of all gradients and return it; the step is skipped if it is not finite."""
         settings = self.config.optimizer
-        if not settings.clip and self.config.offload.update_in_backward:
+        if not settings.clip and self.fitted is None and self.config.offload.update_in_backward:
             return None  # backward has already used the gradients: only the loss shows NaN
         return self.optimizer.clip_grad_norm_(settings.clip or math.inf, group=self.parallel.stage_group)
 
@@ -419,6 +423,9 @@ class Training:
             self._keep_what_describes_it()
             vocabulary = self.encoder.vocabulary
             about = run_info(self.config, self.parallel, self.optimizer, parameters=parameters, vocabulary=vocabulary)
+            if self.fitted is not None:
+                self.fitted.begin()
+                about["fit"] = self.fitted.made_for
             self.folder.write_json(self.folder.run, about)
             frozen = f", of which {trained:,} in adapters are trained," if trained < parameters else ""
             plan = self.optimizer.plan
@@ -458,8 +465,9 @@ class Training:
 
     @property
     def _predicts(self) -> bool:
-        """Not on the CPU, where lanes do not overlap, nor with several ranks, whose times differ."""
-        return self.parallel.ranks == 1 and self.parallel.device.type != "cpu" and self.config.offload.fraction != 0.0
+        """Not on the CPU, where lanes do not overlap, nor with several ranks, whose times differ, nor where fit did."""
+        alone = self.parallel.ranks == 1 and self.fitted is None
+        return alone and self.parallel.device.type != "cpu" and self.config.offload.fraction != 0.0
 
     def _write_prediction(self) -> None:
         """Add the planner's prediction, given the measured forward and backward, for the report."""
@@ -474,6 +482,8 @@ class Training:
         newest = self.checkpoints.newest()
         self._write_receipt()
         self._write_prediction()
+        if self.fitted is not None:
+            self._progress.say(self.fitted.summary(self._last_row), fit="decided")
         where = f"the newest checkpoint is {newest or 'none'}"
         if name is not None:
             self._progress.say(
@@ -490,6 +500,7 @@ class Training:
             checkpoint=newest,
             skipped=runtime_of(self.optimizer).skipped_steps,
             stopped_by=name,
+            fitted=None if self.fitted is None else self.fitted.plan,
         )
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from offstage import OffloadedOptimizer
 from offstage.engine.engine import Engine
+from offstage.memory.guarded import unguarded
 from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.left_gradient import LeftGradient
@@ -72,7 +73,8 @@ class MemoryByOwner:
         yield from self._model.buffers()
 
     def _now(self, tensors: Iterable[torch.Tensor]) -> Storages:
-        storages = (local_of(tensor).untyped_storage() for tensor in tensors)
+        with unguarded():  # looking must not wait for late weights
+            storages = [local_of(tensor).untyped_storage() for tensor in tensors]
         return {storage._cdata: storage.nbytes() for storage in storages if _same(storage.device, self._device)}
 
 

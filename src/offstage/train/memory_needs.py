@@ -25,7 +25,7 @@ from offstage.planning.sizes import param_sizes
 from offstage.train.config import TrainConfig
 from offstage.train.parallel import Parallel
 from offstage.train.passes import pieces_of
-from offstage.train.whole_model import model_for
+from offstage.train.whole_model import begins_on_host, model_for
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,8 @@ def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = N
     pieces = pieces_of(model, config, parallel)
     named = in_order((name, param) for piece in pieces.values() for name, param in piece.named_parameters())
     offload = config.offload
+    if begins_on_host(config, parallel.device, vocabulary) and not offload.moves_weights:
+        offload = dataclasses.replace(offload, weights="host")
     if host_share(offload) is None:  # the share that the planner will choose changes little of it
         offload = dataclasses.replace(offload, host_fraction=0.0)
     world = World(data=parallel.data_ranks, shard_weights=parallel.sharded, shard_state=parallel.sharded)
@@ -119,13 +121,16 @@ def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = N
 
 
 def check_host_weights(config: TrainConfig, parallel: Parallel) -> None:
-    """Raise if weights cannot live on the host of this run."""
+    """Raise if weights cannot live on the host of this run, or if it has ranks that would decide differently."""
     if parallel.ranks > 1:
+        config.refuse_fit_of_ranks(f"{parallel.ranks} ranks")
         config.refuse_divided_weights(f"{parallel.ranks} ranks, which share the weights with FSDP2 or as stages")
-    if config.offload.moves_weights and parallel.device.type == "cpu" and torch.accelerator.is_available():
+    moves = config.offload.moves_weights
+    if (moves or config.fit.decides) and parallel.device.type == "cpu" and torch.accelerator.is_available():
+        name = f"offload.weights={config.offload.weights!r}" if moves else "device_peak"
         raise ConfigError(
-            f"offload.weights={config.offload.weights!r} brings weights to this machine's accelerator; found "
-            f"run.device={config.run.device!r}. Leave run.device out, or leave offload.weights out."
+            f"{name} brings weights to this machine's accelerator; found run.device={config.run.device!r}. Leave "
+            f"run.device out, or leave {name.partition('=')[0]} out."
         )
 
 
@@ -136,9 +141,11 @@ def check_memory(config: TrainConfig, parallel: Parallel, vocabulary: int | None
     other ranks and runs on this host respect until it is released.
     """
     needs = needs_of(config, parallel, vocabulary)
-    budget = config.offload.host_budget
+    budget = config.fit.host_budget if config.fit.decides else config.offload.host_budget
     on_host = parallel.device.type == "cpu"
-    if not on_host:
+    if config.fit.decides:  # what stays on the device is decided so that it fits
+        _check_peak(config, parallel.device)
+    elif not on_host:
         _check_device(needs, parallel.device)
     try:
         check_host_memory(0, None if budget is None else int(budget), already_bytes=needs.host_bytes)
@@ -150,6 +157,15 @@ def check_memory(config: TrainConfig, parallel: Parallel, vocabulary: int | None
         )
     except HostMemoryError as error:
         raise ConfigError(str(error)) from error
+
+
+def _check_peak(config: TrainConfig, device: torch.device) -> None:
+    most = config.fit.peak_bytes
+    if device.type != "cpu" and most > (has := torch.accelerator.get_memory_info(device)[1]):
+        raise ConfigError(
+            f"device_peak={format_size(most)} expects a device with so much memory; {device} has {format_size(has)}. "
+            "Lower device_peak; leave room for the process's own context, half a GiB or so."
+        )
 
 
 def _check_device(needs: Needs, device: torch.device) -> None:
@@ -179,9 +195,9 @@ def _host_remedy(config: TrainConfig, needs: Needs, *, on_host: bool) -> str:
         remedies.append("use offload.state_dtype='bfloat16'")
     if needs.dtype == torch.bfloat16 and config.offload.master_weights in ("auto", "fp32"):
         remedies.append("use offload.master_weights='split'")
-    if not on_host:
+    if not on_host and not config.fit.decides:
         remedies.append("keep more of the state on the device (a lower offload.fraction)")
-    if needs.host_weights and not on_host:
+    if needs.host_weights and not on_host and not config.fit.decides:
         remedies.append("keep more weights on the device (a share or a size for offload.weights)")
     remedies += ["choose a smaller model", "free host memory"]
     return f"To make room, {', or '.join(remedies)}; `offstage plan` shows what fits."

@@ -25,6 +25,7 @@ import torch
 
 from offstage import OffloadedOptimizer, OffstageError
 from offstage.engine.timer import StepTimer, exposed_ms
+from offstage.lanes.accelerator import highest_peak
 from offstage.lanes.lanes import Lane
 from offstage.optimizer.optimizer import runtime_of
 from offstage.train.reading import BadFileError, parse_object, read_lines
@@ -161,7 +162,7 @@ class Meter:
             tokens_per_s=round(underway.tokens / step_ms * 1e3, 3),
             step_ms=round(step_ms, 3),
             device_bytes=None if self._on_host else torch.accelerator.memory_allocated(self._device),
-            device_peak_bytes=None if self._on_host else torch.accelerator.max_memory_allocated(self._device),
+            device_peak_bytes=None if self._on_host else highest_peak(self._device),
             host_rss_bytes=host_rss_bytes(),
             exposed_ms=exposed,
             hidden_ms=self._hidden_ms(underway, exposed, last=not queued),

@@ -2,7 +2,7 @@
 """`Passes`: forward and backward of one step's micro-batches, through a whole model or through pipeline stages.
 
 passes = passes_for(config, parallel)
-with activation_mode(config.activations, passes, device):
+with activation_mode(config.activations, passes):
     loss = passes.gradients(tokens, optimizer, mark)  # then clip, step, zero_grad
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from offstage import ConfigError, OffloadedOptimizer, offload_activations
+from offstage import OffloadedOptimizer, offload_activations
 from offstage.activations.offload import ActivationOffload
 from offstage.tensors import reshard
 from offstage.train.config import ActivationSettings, TrainConfig
@@ -27,7 +27,7 @@ from offstage.train.lora import initialize_adapters
 from offstage.train.model import BYTES, LanguageModel, stages
 from offstage.train.parallel import Parallel
 from offstage.train.stages import Stage, mean_loss
-from offstage.train.whole_model import model_for
+from offstage.train.whole_model import begins_on_host, model_for
 
 Mark = Callable[[str], None]
 """Called with the phase that begins: ``"forward"``, ``"backward"``."""
@@ -40,8 +40,6 @@ SCHEDULES: dict[str, Any] = {
 STAGES_PER_RANK = {"Interleaved1F1B": 2}
 TEMPERATURE = 0.8
 """Of samples: below 1, because short samples of a small model are then easier to judge."""
-_USABLE = 0.95
-"""Share of a device's memory that can be planned with: some is lost to fragmentation."""
 
 
 class Passes(abc.ABC):
@@ -207,13 +205,13 @@ def passes_for(config: TrainConfig, parallel: Parallel, vocabulary: int = BYTES)
     whole = parallel.stages == 1
     late = not whole or parallel.sharded
     device, dtype = torch.device("meta") if late else parallel.device, config.model.dtype_on(parallel.device)
-    home = torch.device("cpu") if config.offload.moves_weights else None
+    home = torch.device("cpu") if begins_on_host(config, parallel.device, vocabulary) else None
     model = model_for(config, device=device, dtype=dtype, vocabulary=vocabulary, home=home)
     pieces = pieces_of(model, config, parallel)
     for piece in pieces.values():
         if config.model.compile:
             for layer in piece.layers():
-                if home is None:
+                if home is None and not config.fit.decides:
                     layer.compile()
                 else:  # without the hooks that send for its weights
                     layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
@@ -255,49 +253,20 @@ def sample_tokens(
 
 
 @contextlib.contextmanager
-def activation_mode(
-    settings: ActivationSettings, passes: Passes, device: torch.device
-) -> Iterator[list[ActivationOffload]]:
+def activation_mode(settings: ActivationSettings, passes: Passes) -> Iterator[list[ActivationOffload]]:
     """Within: layers keep, recompute or offload activations as `settings` say. Yields the handles of offloading."""
     handles: list[ActivationOffload] = []
     with contextlib.ExitStack() as open_until_end:
-        if settings.checkpoints:
-            for piece in passes.pieces:
+        for piece in passes.pieces:
+            if settings.checkpoints:
                 piece.checkpoint_layers()  # type: ignore[operator]
-        for piece, choice in _offloaded(settings, passes, device):
-            handles.append(open_until_end.enter_context(offload_activations(piece, **choice)))
+            if settings.offloads and (layers := _leaving(piece)):
+                handle = offload_activations(piece, layers=layers, fraction=settings.fraction)
+                handles.append(open_until_end.enter_context(handle))
         yield handles
-
-
-def _offloaded(
-    settings: ActivationSettings, passes: Passes, device: torch.device
-) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
-    """The modules to pass to `offload_activations`, with its settings."""
-    if settings.offloads:
-        for piece in passes.pieces:
-            if layers := _leaving(piece):
-                yield piece, {"layers": layers, "fraction": settings.fraction}
-    elif settings.mode == "auto" and (peak := _peak(settings, device)) is not None:
-        for piece in passes.pieces:
-            if isinstance(piece, Stage):
-                raise ConfigError(
-                    "activations.mode='auto' measures the whole model as it runs; found pipeline stages, which run in "
-                    "turns. Use 'checkpoint', 'offload' or 'checkpoint_and_offload'."
-                )
-            yield piece, {"layers": "auto", "device_peak": peak}
 
 
 def _leaving(piece: nn.Module) -> list[nn.Module]:
     """All but the model's last layer, which backward needs at once."""
     layers: list[nn.Module] = piece.layers()  # type: ignore[operator]
     return layers if isinstance(piece, Stage) and not piece.last else layers[:-1]
-
-
-def _peak(settings: ActivationSettings, device: torch.device) -> int | None:
-    """The limit in bytes; `None` on the CPU without `device_peak`."""
-    if settings.device_peak is not None:
-        return int(settings.device_peak)
-    if device.type == "cpu":
-        return None
-    free, _ = torch.accelerator.get_memory_info(device)
-    return int(_USABLE * (free + torch.accelerator.memory_reserved(device)))

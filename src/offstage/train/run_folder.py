@@ -4,6 +4,7 @@
 config.toml      the settings, what "auto" came to included
 run.json         command, versions, machine, plan
 metrics.jsonl    a row per step; metrics.damaged-1.jsonl as it was before damaged lines were left out
+fit_plan.json    what the run has decided within device_peak
 receipt.json     what the optimizer has really moved
 observed.json    memory and lanes of one step
 memory_snapshot.pickle    torch's memory snapshot after that step, if it was asked for
@@ -43,6 +44,7 @@ class RunFolder:
         self.config = self.path / "config.toml"
         self.run = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
+        self.fit_plan = self.path / "fit_plan.json"
         self.receipt = self.path / "receipt.json"
         self.observed = self.path / "observed.json"
         self.memory_snapshot = self.path / "memory_snapshot.pickle"

@@ -45,6 +45,13 @@ def run_info(
         "model": identity(config, parallel.device, vocabulary),
         "parameters": parameters,
         "tokens_per_step": data.sequence * data.batch * data.micro_batches * parallel.data_ranks,
+        **places(optimizer),
+    }
+
+
+def places(optimizer: OffloadedOptimizer) -> dict[str, Any]:
+    """Where state and weights live now."""
+    return {
         "plan": json.loads(optimizer.plan.to_json()),
         "net_saved_bytes": optimizer.plan.net_saved_bytes,
         "weights": host_weights(optimizer),

@@ -18,6 +18,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from offstage import ConfigError
 
 _MOST_NAMES = 20
+_RETIRED = {
+    ("activations.mode", "auto"): "Use --device-peak (in a file: device_peak, above all tables), with which the run "
+    "decides for each layer, together with what state and weights do.",
+}
+"""Values that settings once had, and what takes their place."""
 TRUTHS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -50,7 +55,8 @@ def at_least(least: float, value: float, name: str) -> None:
 def checked(settings: Any, section: str) -> None:
     """Convert every field of a frozen dataclass to its annotation, or raise a `ConfigError` that names it."""
     for name, annotation in field_types(settings.__class__).items():
-        object.__setattr__(settings, name, check(getattr(settings, name), annotation, f"{section}.{name}"))
+        shown = f"{section}.{name}" if section else name
+        object.__setattr__(settings, name, check(getattr(settings, name), annotation, shown))
 
 
 def check(value: Any, annotation: Any, name: str) -> Any:
@@ -59,7 +65,7 @@ def check(value: Any, annotation: Any, name: str) -> Any:
         fits, found = _as(value, choice)
         if fits:
             return found
-    raise ConfigError(f"{name} expects {expected(annotation)}; found {value!r}. {_remedy(value, annotation)}")
+    raise ConfigError(f"{name} expects {expected(annotation)}; found {value!r}. {_remedy(value, annotation, name)}")
 
 
 def from_text(texts: Sequence[str], annotation: Any, name: str) -> Any:
@@ -69,7 +75,7 @@ def from_text(texts: Sequence[str], annotation: Any, name: str) -> Any:
         if fits:
             return found
     written = " ".join(texts)
-    raise ConfigError(f"{name} expects {expected(annotation)}; found {written!r}. {_remedy(written, annotation)}")
+    raise ConfigError(f"{name} expects {expected(annotation)}; found {written!r}. {_remedy(written, annotation, name)}")
 
 
 def expected(annotation: Any) -> str:
@@ -94,7 +100,10 @@ def _in_words(choice: Any) -> str:
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "none"}[choice]
 
 
-def _remedy(value: Any, annotation: Any) -> str:
+def _remedy(value: Any, annotation: Any, name: str) -> str:
+    for (setting, gone), instead in _RETIRED.items():
+        if name.endswith(setting) and value == gone:
+            return instead
     values = [str(one) for choice in choices(annotation) if get_origin(choice) is Literal for one in get_args(choice)]
     near = difflib.get_close_matches(str(value), values, n=1, cutoff=0.5)
     return f"Did you mean {near[0]!r}?" if near else "Leave it out for the default."

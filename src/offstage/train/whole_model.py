@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`model_for`: the model of a run's settings, with a vocabulary for its data and with its adapters."""
+"""`model_for`: the model of a run's settings, with a vocabulary for its data and its adapters; where it is made."""
 
 from __future__ import annotations
 
@@ -32,3 +32,12 @@ def model_for(
     )
     add_adapters(model, config.lora)
     return model
+
+
+def begins_on_host(config: TrainConfig, device: torch.device, vocabulary: int | None = None) -> bool:
+    """Whether the model is made on the host: weights live there, or would by themselves take more than device_peak."""
+    if config.offload.moves_weights or not config.fit.decides or device.type == "cpu":
+        return config.offload.moves_weights
+    dtype = config.model.dtype_on(device)
+    model = model_for(config, device="meta", dtype=dtype, vocabulary=vocabulary)
+    return sum(param.nbytes for param in model.parameters()) > config.fit.peak_bytes

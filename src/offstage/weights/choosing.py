@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from offstage.config import OffloadConfig, format_size
 from offstage.errors import ConfigError
+from offstage.memory.guarded import class_of
 from offstage.modules import layers_of, uses_ddp
 from offstage.weights.host_weights import BEHIND, refuse_ddp
 
@@ -37,7 +38,7 @@ def _movable(
             *module.buffers(recurse=False),
         )
     ]
-    others = {tensor.untyped_storage()._cdata for tensor in shared if type(tensor) in (torch.Tensor, nn.Parameter)}
+    others = {tensor.untyped_storage()._cdata for tensor in shared if class_of(tensor) in (torch.Tensor, nn.Parameter)}
     own = list(layer.parameters())
     found = {}
     for param in own:

@@ -15,6 +15,7 @@ it keeps it alive: a layer's memory goes back when the last reference to it goes
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -25,6 +26,7 @@ from offstage.engine.timer import StepTimer
 from offstage.errors import ConfigError
 from offstage.lanes.lanes import Lane, Lanes, Mark, Place, copy_work
 from offstage.memory.arena import Arena, round_up
+from offstage.memory.guarded import Guard, guard, unguard, unguarded
 
 
 class HostWeight:
@@ -32,7 +34,7 @@ class HostWeight:
 
     def __init__(self, name: str, param: nn.Parameter, layer: HostLayer, offset: int, host: torch.Tensor) -> None:
         """`host`: flat host memory for it; `offset`: of its bytes in the layer's copy."""
-        self.name, self.param = name, param
+        self.name, self.param, self.device = name, param, layer.device
         self._layer = weakref.ref(layer)  # which owns this: no cycle, so that dropping it frees its memory at once
         self.host = host
         self.spare: torch.Tensor | None = None
@@ -42,6 +44,10 @@ class HostWeight:
         self.first_byte, self._shape, self._version = offset, param.shape, 0
         self._swapped: torch.Tensor | None = None
         """What the parameter is while its layer runs: a part of a copy."""
+        self._guard: Guard | None = None
+        """What is asked before the host's tensor is used, unless the newest values are there and nowhere else."""
+        self._is_late = False
+        """Its last update is not settled."""
         self.host.view(self._shape).copy_(param.data)
         param.data = self.host.view(self._shape)
 
@@ -85,6 +91,7 @@ class HostWeight:
     def swap_in(self) -> None:
         """The parameter is on the device."""
         self._swapped = self.on_device()
+        unguard(self.param)
         self.param.data = self._swapped.view(self._shape)
         self._version = self.param._version
 
@@ -96,6 +103,8 @@ class HostWeight:
                 self.layer.let_write()
                 self.host.copy_(swapped)
             self.param.data = self.host.view(self._shape)
+        if swapped is not None and self._guard is not None:
+            guard(self.param, self._guard)
 
     def was_updated(self) -> None:
         """The optimizer has moved the parameter's version on, maybe while another thread runs its layer."""
@@ -104,7 +113,8 @@ class HostWeight:
     def adopt(self) -> None:
         """Data that other code has given the parameter between two uses wins."""
         self.swap_out()
-        found = self.param.data
+        with unguarded():
+            found = self.param.data
         if found.data_ptr() == self.host.data_ptr() or not found.numel():
             return
         if found.shape != self._shape or found.dtype != self.host.dtype:
@@ -116,15 +126,39 @@ class HostWeight:
         self.layer.drop()
         self.layer.let_write()
         self.host.view(self._shape).copy_(found)
-        self.param.data = self.host.view(self._shape)
+        with unguarded():
+            self.param.data = self.host.view(self._shape)
 
     def flip(self) -> None:
         """What was stored to the spare memory is the weight from now on."""
         if self.spare is not None:
             self.host, self.spare = self.spare, self.host
             if self._swapped is None:  # otherwise its layer runs, in another thread
-                self.param.data = self.host.view(self._shape)
+                with unguarded():
+                    self.param.data = self.host.view(self._shape)
         self.unspeculate()
+
+    def hold_back(self, by: Guard, *, late: bool) -> None:
+        """Outside its layer `by` is asked until the host alone has the newest values. `late`: they are not made yet."""
+        self._guard, self._is_late = by, late
+        if self._swapped is None:
+            guard(self.param, by)
+
+    def was_settled(self) -> None:
+        """The caller's stream has waited for its update."""
+        self._is_late = False
+        self.look()
+
+    def look(self) -> None:
+        """Are the newest values on the host and nowhere else? Then it can be read, and written, without asking."""
+        if self._guard is not None and not self._is_late and self.layer.is_on_host and not self.is_here:
+            unguard(self.param)
+
+    def let_go(self, by: Guard) -> None:
+        """`by` is asked no more."""
+        if self._guard is by:
+            self._guard = None
+            unguard(self.param)
 
     def was_speculated(self, start: int, stop: int) -> None:
         """An update of these elements may be taken back."""
@@ -136,10 +170,21 @@ class HostWeight:
 
     def release(self, device: torch.device) -> None:
         """The parameter is an ordinary tensor again, on `device`, in memory of its own."""
+        self._guard = None
         self.adopt()
-        grad, self.param.grad = self.param.grad, None
-        self.param.data = self.param.data.to(device, copy=True)
-        self.param.grad = None if grad is None else grad.to(self.param.device)
+        unguard(self.param)
+        self._become(self.param.data.to(device, copy=True))
+
+    def take_back(self) -> None:
+        """The parameter is the host's tensor after all."""
+        if self.param.data_ptr() != self.host.data_ptr():
+            self._become(self.host.view(self._shape))
+
+    def _become(self, data: torch.Tensor) -> None:
+        grad = None if self.param.grad is None else self.param.grad.to(data.device)
+        self.param.grad = None
+        self.param.data = data
+        self.param.grad = grad
 
 
 class HostLayer:
@@ -196,6 +241,13 @@ class HostLayer:
         self.drop()
         self.let_write()
         self._lanes, self._timer = lanes, timer
+
+    def made_again(self) -> Callable[[], HostLayer]:
+        """What makes it again after `close`. It keeps no memory of this one."""
+        params = {weight.name: weight.param for weight in self.weights}
+        return functools.partial(
+            HostLayer, self.module, params, self.device, self._lanes, pin=self._pin, timer=self._timer
+        )
 
     # The copy on the device
 
@@ -262,6 +314,8 @@ class HostLayer:
         for weight in self.weights if not self.calls else ():  # a forward that runs in another thread goes on with it
             weight.swap_out()
         self.copy = None
+        for weight in self.weights:
+            weight.look()
 
     def was_stored(self, mark: Mark) -> None:
         """A part of the copy goes to the host, to where the weights live or to the spare memory."""
@@ -282,6 +336,8 @@ class HostLayer:
             self._lanes.wait_on_host(self.stored, "weights: the host may read")
         self._lanes.touch_on_host(writes=[weight.host for weight in self.weights])
         self._read = self.stored = None
+        for weight in self.weights:
+            weight.look()
 
     # Speculative updates
 
@@ -297,20 +353,37 @@ class HostLayer:
         self._spares += arenas.values()
 
     def drop_spare(self) -> None:
+        """There are no speculative updates any more."""
+        if self._spares:
+            self.let_write()
         for weight in self.weights:
+            if any(_is_in(weight.host, arena) for arena in self._spares):  # it lives there since the last flip
+                assert weight.spare is not None
+                weight.spare.copy_(weight.host)
+                weight.flip()
             weight.spare = None
         for arena in self._spares:
             arena.close()
         self._spares.clear()
 
     def close(self, device: torch.device) -> None:
-        """The parameters are ordinary tensors again, on `device`."""
+        """The parameters are ordinary tensors again, on `device`; all of them, or it fails and none is."""
         self.drop()
         self.let_write()
-        for weight in self.weights:
-            weight.release(device)
+        try:
+            for weight in self.weights:
+                weight.release(device)
+        except BaseException:
+            for weight in self.weights:
+                weight.take_back()
+            raise
         for arena in (*self._arenas.values(), *self._spares):
             arena.close()
+
+
+def _is_in(tensor: torch.Tensor, arena: Arena) -> bool:
+    first = arena.flat.data_ptr()
+    return first <= tensor.data_ptr() < first + arena.nbytes
 
 
 def _arenas_for(params: Sequence[torch.Tensor], device: torch.device, *, pin: bool) -> dict[torch.dtype, Arena]:

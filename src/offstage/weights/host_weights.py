@@ -12,10 +12,11 @@ is sent for, waits for them when the layer runs, and gives what is due to the la
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +24,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from offstage.engine.timer import StepTimer
-from offstage.errors import ConfigError, OffstageError
+from offstage.errors import ConfigError
 from offstage.lanes.lanes import Lanes
 from offstage.modules import (
     LayerHook,
@@ -39,6 +40,7 @@ from offstage.modules import (
 from offstage.tensors import forget_home, set_home
 from offstage.weights.foreign_gradient import ForeignGradient
 from offstage.weights.host_layer import HostLayer, HostWeight
+from offstage.weights.saved_weight import SavedWeight, unpack
 
 BEHIND = 2
 """Layers that backward has left and whose updates may still be under way: with fewer the link has pauses."""
@@ -55,6 +57,21 @@ def host_weights_of(model: nn.Module) -> HostWeights | None:
     """Those of `model`, if some of its weights live on the host."""
     anchor: ModelAnchor | None = getattr(model, "_offstage_weights", None)
     return None if anchor is None else anchor.offload
+
+
+@contextlib.contextmanager
+def running_again(model: weakref.ref[nn.Module], layer: nn.Module) -> Iterator[None]:
+    """Within: backward runs `layer`'s forward again, without its hooks. Its weights are on the device."""
+    found = model()
+    weights = None if found is None else host_weights_of(found)
+    if weights is None or not weights.moves(layer):
+        yield
+        return
+    weights.enter(layer)
+    try:
+        yield
+    finally:
+        weights.leave(layer)
 
 
 class Listener(Protocol):
@@ -99,19 +116,9 @@ class HostWeights:
         self.may_reuse = False
         """Copies may wait for the next forward: other code calls `synchronize()` before it writes weights."""
         self._ahead, self._turn = ahead, threading.RLock() if turn is None else turn
-        self._lanes = dict(lanes)
+        self._lanes, self._pin = dict(lanes), pin
         self._layers: dict[nn.Module, HostLayer] = {}
-        try:
-            for module, params in chosen.items():
-                home = homes[module] if params else None
-                timer = None if timers is None or home is None else timers[home]
-                if home is not None:
-                    self._layers[module] = HostLayer(module, dict(params), home, lanes[home], pin=pin, timer=timer)
-        except BaseException:  # there is not as much memory as there seemed to be: all weights are where they were
-            for layer in self._layers.values():
-                layer.close(layer.came_from)
-            raise
-        self._order = list(self._layers)
+        self._order: list[nn.Module] = []
         """Layers as they ran in the last forward."""
         self._running: list[nn.Module] = []
         """As they have run in this one."""
@@ -135,25 +142,76 @@ class HostWeights:
         """With gradients on their way."""
         self._hooked: set[ForeignGradient] = set()
         self._handles: list[Any] = []
+        self._layer_handles: dict[nn.Module, list[Any]] = {}
         self._model = weakref.ref(model)
-        for module, layer in self._layers.items():
-            layer.bring = functools.partial(_bring, weakref.ref(self), module)
-        for weight in self.weights:
-            _on_host[weight.param] = weight
-            set_home(weight.param, weight.layer.device)
-        self._bind(model)
-
-    def _bind(self, model: nn.Module) -> None:
+        self.add(chosen, lanes, homes, timers)
+        self._order = list(self._layers)
         self._handles.append(model.register_forward_pre_hook(LayerHook(self.begin), prepend=True))
         self._handles.append(model.register_forward_hook(LayerHook(self.end), always_call=True))
-        for layer in self._layers:
-            self._handles.append(layer.register_forward_pre_hook(LayerHook(self.enter), prepend=True))
-            self._handles.append(layer.register_forward_hook(LayerHook(self.leave), always_call=True))
         model._offstage_weights = ModelAnchor(self)  # type: ignore[assignment]
+
+    def add(
+        self,
+        chosen: Mapping[nn.Module, Mapping[str, nn.Parameter]],
+        lanes: Mapping[torch.device, Lanes],
+        homes: Mapping[nn.Module, torch.device],
+        timers: Mapping[torch.device, StepTimer] | None = None,
+    ) -> None:
+        """Move more layers to the host, one after the other, between steps. As in `__init__`."""
+        added: list[HostLayer] = []
+        try:
+            for module, params in chosen.items():
+                home = homes[module] if params else None
+                timer = None if timers is None or home is None else timers[home]
+                if home is not None:
+                    added.append(HostLayer(module, dict(params), home, lanes[home], pin=self._pin, timer=timer))
+        except BaseException:  # there is not as much memory as there seemed to be: all weights are where they were
+            for layer in added:
+                layer.close(layer.came_from)
+            raise
+        for layer in added:
+            self._adopt(layer)
+
+    def _adopt(self, layer: HostLayer) -> None:
+        module = layer.module
+        self._layers[module] = layer
+        layer.bring = functools.partial(_bring, weakref.ref(self), module)
+        for weight in layer.weights:
+            _on_host[weight.param] = weight
+            set_home(weight.param, layer.device)
+        self._layer_handles[module] = [
+            module.register_forward_pre_hook(LayerHook(self.enter), prepend=True),
+            module.register_forward_hook(LayerHook(self.leave), always_call=True),
+        ]
+        model = self._model()
+        assert model is not None
+        self._order = [one for one in model.modules() if one in self._layers]  # the next forward says it better
+
+    def release(self, module: nn.Module) -> Callable[[], None]:
+        """The weights of one layer are ordinary tensors again, on their device; or it fails, and nothing has changed.
+
+        Returns what takes them to the host again.
+        """
+        with self._turn:
+            self._drop(module)
+            layer = self._layers[module]
+            again = layer.made_again()
+            layer.close(layer.device)
+            del self._layers[module]
+            for handle in self._layer_handles.pop(module):
+                handle.remove()
+            self._order = [one for one in self._order if one is not module]
+            self._reached = None
+            _forget(layer)
+            return lambda: self._adopt(again())
 
     def serve_other_optimizers(self) -> None:
         """There is no listener: gradients go to the host, and the host's weights may be written between uses."""
         self._gradients = {weight: ForeignGradient(weight, self._lanes[weight.layer.device]) for weight in self.weights}
+
+    def moves(self, module: nn.Module) -> bool:
+        """Whether weights of that layer live on the host."""
+        return module in self._layers
 
     @property
     def weights(self) -> list[HostWeight]:
@@ -210,7 +268,7 @@ class HostWeights:
             self._hooks = self._new_hooks()
 
     def _new_hooks(self) -> Any:
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, unpack)
         hooks.__enter__()
         return hooks
 
@@ -491,15 +549,14 @@ class HostWeights:
         with self._turn:
             self._clean_up()
             self._close_hooks()
-            for handle in self._handles:
+            for handle in (*self._handles, *(one for handles in self._layer_handles.values() for one in handles)):
                 handle.remove()
             self._handles.clear()
+            self._layer_handles.clear()
             for layer, device in zip(self._layers.values(), devices, strict=True):
                 layer.close(device)
                 self._is_closed = True
-                for weight in layer.weights:
-                    _on_host.pop(weight.param, None)  # type: ignore[no-untyped-call]
-                    forget_home(weight.param)
+                _forget(layer)
             model = self._model()
             if model is not None:
                 model._offstage_weights = None  # type: ignore[assignment]
@@ -509,45 +566,16 @@ class HostWeights:
         """Whether the optimizer that updated the weights is gone."""
         return self.listener is not None and self.listener() is None
 
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed
+    def has(self, weight: HostWeight) -> bool:
+        """Whether `weight` lives on the host still, by its layer of now."""
+        return not self._is_closed and host_weight_of(weight.param) is weight
 
 
-class SavedWeight:
-    """What autograd keeps in place of a weight, or of a view of one."""
-
-    __slots__ = ("_dtype", "_offset", "_owner", "_size", "_stride", "_version", "_weight")
-
-    def __init__(self, owner: HostWeights, weight: HostWeight, tensor: torch.Tensor) -> None:
-        self._owner, self._weight, self._dtype = owner, weight, tensor.dtype
-        self._size, self._stride, self._offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        self._version = weight.param._version
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor as it was saved."""
-        weight = self._weight
-        param = weight.param
-        if param._version != self._version:
-            raise OffstageError(
-                f"Parameter {weight.name!r} was changed in place after a forward whose backward still needs it "
-                f"(version {param._version}, expected {self._version}). Call backward before the optimizer's step."
-            )
-        made = torch.empty(0, dtype=self._dtype, device=weight.layer.device)
-        if self._owner.is_closed:
-            if param.device != made.device:
-                raise OffstageError(
-                    f"The optimizer was closed between a forward and its backward, which needs {weight.name!r} on "
-                    f"{made.device}; found it on {param.device}, where close() has left it. Call backward first."
-                )
-            first = weight.first_byte // made.itemsize
-            return made.set_(param.data.untyped_storage(), self._offset - first, self._size, self._stride)  # type: ignore[no-any-return]
-        copy = self._owner.copy_of(weight)
-        return made.set_(copy.untyped_storage(), self._offset, self._size, self._stride)  # type: ignore[no-any-return]
-
-
-def _unpack(kept: SavedWeight | Stayed) -> torch.Tensor:
-    return kept.tensor()
+def _forget(layer: HostLayer) -> None:
+    """Its parameters do not live on the host any more."""
+    for weight in layer.weights:
+        _on_host.pop(weight.param, None)  # type: ignore[no-untyped-call]
+        forget_home(weight.param)
 
 
 def _bring(owner: weakref.ref[HostWeights], module: nn.Module) -> None:

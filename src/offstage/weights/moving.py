@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -16,34 +17,32 @@ from offstage.errors import ConfigError, HostMemoryError, OffloadIneffectiveErro
 from offstage.lanes.lanes import Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.arena import check_host_memory
+from offstage.memory.claims import Claim
 from offstage.rules.rule import has_state
 from offstage.tensors import forget_home, home_of, set_home
 from offstage.weights.choosing import Chosen, choose_weights, movable
+from offstage.weights.host_layer import HostLayer
 from offstage.weights.host_weights import HostWeights, host_weight_of, host_weights_of
 
 
 class MovingWeights:
     """What of one model goes to the host, for the optimizer that updates it."""
 
-    def __init__(self, model: nn.Module | None, config: OffloadConfig, turn: Any) -> None:
-        if model is None:
-            raise ConfigError(
-                f"weights={config.weights!r} needs the model, whose layers send for their weights; found no model. "
-                "Call offload(optimizer, model, weights='host')."
-            )
-        if host_weights_of(model) is not None:
-            raise ConfigError(
-                f"weights={config.weights!r}: weights of this model live on the host already, because of "
-                "offload_activations(weights=True) or of another optimizer; expected none. Leave weights=True out of "
-                "offload_activations(), as offload(optimizer, model, weights='host') moves them; or close() the other "
-                "optimizer first."
-            )
+    def __init__(
+        self, model: nn.Module | None, config: OffloadConfig, turn: Any, there: HostWeights | None = None
+    ) -> None:
+        """`there`: those that live on the host already, for the same optimizer."""
         self.made: HostWeights | None = None
-        self._model, self._config, self._turn = model, config, turn
-        self._chosen = choose_weights(model, config)
-        self._elsewhere = self._find_homes()
+        self.returning: frozenset[torch.Tensor] = frozenset()
+        """Parameters that live on the host now, and on the device when all is done."""
+        self._config, self._turn, self._there = config, turn, there
+        self._model, self._chosen, self._elsewhere = model, Chosen(), list[torch.Tensor]()
+        if config.moves_weights:
+            self._model = _checked(model, there, config)
+            self._chosen = choose_weights(self._model, config)
+            self._elsewhere = self._find_homes(self._model)
 
-    def _find_homes(self) -> list[torch.Tensor]:
+    def _find_homes(self, model: nn.Module) -> list[torch.Tensor]:
         """Parameters and buffers of a model that was built on the host, beside an accelerator: their home is there."""
         if not torch.accelerator.is_available():
             return []
@@ -52,7 +51,7 @@ class MovingWeights:
             torch.accelerator.current_device_index(),
         )
         found: list[torch.Tensor] = [
-            tensor for tensor in (*self._model.parameters(), *self._model.buffers()) if tensor.device.type == "cpu"
+            tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu"
         ]
         for tensor in found:
             set_home(tensor, device)
@@ -68,31 +67,15 @@ class MovingWeights:
         stay: Iterable[torch.Tensor],
         lanes: Mapping[torch.device, Lanes],
         timers: Mapping[torch.device, StepTimer],
-    ) -> HostWeights:
+    ) -> HostWeights | None:
         """Move everything to where it lives. `stay`: parameters whose weights stay where they are used."""
         chosen = self._leaving(stay)
-        need = sum(param.nbytes for params in chosen.values() for param in params.values())
-        if not need:
-            raise OffloadIneffectiveError(
-                f"weights={self._config.weights!r} moves no weight: expected some whose state streams, found none. "
-                "Raise fraction, lower device_budget, or leave weights out."
-            )
-        homes = {layer: home_of(next(iter(params.values()))) for layer, params in chosen.items()}
-        for layer, params in chosen.items():
-            if {home_of(param) for param in params.values()} != {homes[layer]}:
-                raise ConfigError(
-                    f"weights={self._config.weights!r}: the layer with {next(iter(params))!r} has weights on several "
-                    "devices; expected one. Put each layer on one device."
-                )
+        homes = _homes_of(chosen, self._config)
         # What is on the host already moves a layer at a time, and the memory it leaves is free again.
         there = sum(one.nbytes for params in chosen.values() for one in params.values() if one.device.type == "cpu")
         largest = max(sum(param.nbytes for param in params.values()) for params in chosen.values())
-        with check_host_memory(
-            self.host_bytes(stay) - max(0, there - largest),
-            None,  # the budget is for weights and state together
-            what=f"weights={self._config.weights!r}",
-            remedy="Keep more weights on the device (weights='40GiB'), or free host memory.",
-        ):
+        assert self._model is not None
+        with self._claim(self.host_bytes(stay) - max(0, there - largest)):
             self.made = HostWeights(
                 self._model, chosen, lanes, homes, pin=self._config.pin_memory, turn=self._turn, timers=timers
             )
@@ -101,6 +84,14 @@ class MovingWeights:
                 tensor.data = tensor.data.to(home_of(tensor))
                 forget_home(tensor)
         return self.made
+
+    def _claim(self, need: int) -> Claim:
+        return check_host_memory(
+            need,
+            None,  # the budget is for weights and state together
+            what=f"weights={self._config.weights!r}",
+            remedy="Keep more weights on the device (weights='40GiB'), or free host memory.",
+        )
 
     def _leaving(self, stay: Iterable[torch.Tensor]) -> Chosen:
         staying = set(stay)
@@ -123,6 +114,111 @@ class MovingWeights:
             forget_home(tensor)
             if tensor.device.type != "cpu":
                 tensor.data = tensor.data.to("cpu")
+
+
+class ReplannedWeights(MovingWeights):
+    """A model's weights on their way from where they live to where other settings want them, in the middle of training.
+
+    `move` takes to the host what goes there. State moves next, and the device has room again: then `bring_back` takes
+    to the device what goes there. Both go layer by layer.
+    """
+
+    def __init__(self, model: nn.Module | None, config: OffloadConfig, turn: Any, there: HostWeights | None) -> None:
+        super().__init__(model, config, turn, there)
+        self._undo = contextlib.ExitStack()
+
+    def _find_homes(self, model: nn.Module) -> list[torch.Tensor]:
+        return []  # what was trained on the host goes on there
+
+    def move(
+        self,
+        stay: Iterable[torch.Tensor],
+        lanes: Mapping[torch.device, Lanes],
+        timers: Mapping[torch.device, StepTimer],
+    ) -> HostWeights | None:
+        """Take weights to the host. `stay`: parameters whose weights must not be there."""
+        chosen = self._leaving(stay)
+        homes = _homes_of(chosen, self._config) if self._config.moves_weights else {}
+        there = {layer.module: layer for layer in self._there.layers} if self._there is not None else {}
+        changed = {one: new for one, new in chosen.items() if one not in there or not _has_just(there[one], new)}
+        self.returning = frozenset(
+            weight.param for one, layer in there.items() if one not in chosen for weight in layer.weights
+        )
+        need = sum(param.nbytes for params in changed.values() for param in params.values())
+        with self._claim(need if self._config.update_in_backward else 2 * need):
+            self.made = self._there
+            if self.made is None and chosen:
+                assert self._model is not None
+                self.made = HostWeights(self._model, {}, lanes, {}, pin=self._config.pin_memory, turn=self._turn)
+                self._undo.callback(self.made.close)
+            for module, params in changed.items():
+                assert self.made is not None
+                if module in there:
+                    self._release(self.made, module)
+                self.made.add({module: params}, lanes, homes, timers)
+                self._undo.callback(self.made.release, module)
+        return self.made
+
+    def _release(self, weights: HostWeights, module: nn.Module) -> None:
+        self._undo.callback(weights.release(module))
+
+    def bring_back(self) -> None:
+        """Take weights to the device."""
+        if self.made is None:
+            return
+        # Not a list of layers, which would keep their memory.
+        for module in [layer.module for layer in self.made.layers if layer.weights[0].param in self.returning]:
+            self._release(self.made, module)
+
+    def end(self) -> HostWeights | None:
+        """It has succeeded: those that live on the host now, if there are any."""
+        self._undo.pop_all()
+        if self.made is not None and not self.made.layers:
+            self.made.close()
+            return None
+        return self.made
+
+    def undo(self) -> None:
+        """Everything is where it was."""
+        self._undo.close()
+
+
+def _has_just(layer: HostLayer, params: Mapping[str, nn.Parameter]) -> bool:
+    return {id(weight.param) for weight in layer.weights} == {id(param) for param in params.values()}
+
+
+def _checked(model: nn.Module | None, there: HostWeights | None, config: OffloadConfig) -> nn.Module:
+    """`model`, if there is one whose weights the optimizer may move."""
+    if model is None:
+        raise ConfigError(
+            f"weights={config.weights!r} needs the model, whose layers send for their weights; found no model. "
+            "Call offload(optimizer, model, weights='host')."
+        )
+    if host_weights_of(model) is not there:
+        raise ConfigError(
+            f"weights={config.weights!r}: weights of this model live on the host already, because of "
+            "offload_activations(weights=True) or of another optimizer; expected none. Leave weights=True out of "
+            "offload_activations(), as offload(optimizer, model, weights='host') moves them; or close() the other "
+            "optimizer first."
+        )
+    return model
+
+
+def _homes_of(chosen: Chosen, config: OffloadConfig) -> dict[nn.Module, torch.device]:
+    """The device of each layer. Raises if there is nothing to move, or a layer has several."""
+    if not any(param.nbytes for params in chosen.values() for param in params.values()):
+        raise OffloadIneffectiveError(
+            f"weights={config.weights!r} moves no weight: expected some whose state streams, found none. "
+            "Raise fraction, lower device_budget, or leave weights out."
+        )
+    homes = {layer: home_of(next(iter(params.values()))) for layer, params in chosen.items()}
+    for layer, params in chosen.items():
+        if {home_of(param) for param in params.values()} != {homes[layer]}:
+            raise ConfigError(
+                f"weights={config.weights!r}: the layer with {next(iter(params))!r} has weights on several "
+                "devices; expected one. Put each layer on one device."
+            )
+    return homes
 
 
 def weights_for_other_optimizers(

@@ -117,11 +117,10 @@ def _check(config: ActivationConfig, modules: Sequence[str], chunks: Sequence[An
                 f"offload_activations() expects Megatron's model chunks; found {type(chunk).__name__}. Pass the list "
                 "that its get_model() returns, or a model."
             )
-    if config.layers == "auto" or isinstance(config.layers, list):
+    if isinstance(config.layers, list):
         raise ConfigError(
-            "offload_activations() of Megatron's chunks expects a number of layers, or none for all; found "
-            f"{'a list' if isinstance(config.layers, list) else 'auto'}. Use offstage.offload_activations(chunk, ...) "
-            "for a list of modules, and Megatron's own recompute instead of layers='auto'."
+            "offload_activations() of Megatron's chunks expects a number of layers, or none for all; found a list. Use "
+            "offstage.offload_activations(chunk, ...) for a list of modules."
         )
     if config.weights:
         raise ConfigError(

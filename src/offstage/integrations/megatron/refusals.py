@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from offstage import ConfigError, OffloadConfig, OffloadedOptimizer
+from offstage.config import format_size
 
 _FROM_MEGATRON = "get_megatron_optimizer(...)"
 
@@ -44,6 +45,13 @@ def check_settings(config: OffloadConfig, parts: int) -> None:
         raise ConfigError(
             "master_weights='none' cannot be had in Megatron, which trains fp32 masters of 16-bit weights; expected "
             "'auto', 'fp32' or 'split'."
+        )
+    if config.device_peak is not None and config.window != "auto":
+        raise ConfigError(
+            f"device_peak={format_size(int(config.device_peak))} cannot be had in Megatron: fit() decides for one "
+            "device, between steps, and puts hooks on layers that Megatron's engine does not expect. Expected settings "
+            "that are the same on every rank: use fraction or device_budget, or window='auto', which stays below "
+            "device_peak."
         )
     for name in ("device_budget", "device_peak", "host_budget"):
         if parts > 1 and (found := getattr(config, name)) is not None:

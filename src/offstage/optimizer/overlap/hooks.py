@@ -3,7 +3,8 @@
 
 - *gradient ready*: a parameter's gradient has been accumulated (`register_post_accumulate_grad_hook`);
 - *forward*: a module is about to run, so its own parameters are about to be read. A compiled module is one region:
-  nothing inside it runs Python, so its cue stands at the boundary and is for all parameters within;
+  nothing inside it runs Python, so its cue stands at the boundary and is for all parameters within. So is attention of
+  torch, which reads the weights of a module inside;
 - *read*: a module's state dict is about to be read or loaded.
 
 Hooks know the listener weakly, and copies of a model (deepcopy, pickle) are not bound to anything.
@@ -30,6 +31,9 @@ class Listener(Protocol):
 
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         """`params` are about to be read by the forward of `module`."""
+
+    def before_inference(self, params: Sequence[torch.Tensor]) -> None:
+        """A forward begins that looks at `params` of modules inside, if it needs no gradients."""
 
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """`params` are about to be read as a whole."""
@@ -76,6 +80,11 @@ class Hooks:
                 ours = [param for param in owned if param in wanted]
                 if ours:
                     self._bind_module(listener, name, module, ours)
+            for module in model.modules():
+                ours = [param for param in module.parameters() if param in wanted] if _takes_short_cuts(module) else []
+                if ours:
+                    short_cut = Hook(listener.before_inference, ours)
+                    self._handles.append(module.register_forward_pre_hook(short_cut, prepend=True))
         self._bound.update(new)
 
     def _bind_module(self, listener: Listener, name: str, module: nn.Module, params: list[torch.Tensor]) -> None:
@@ -135,6 +144,11 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
 
+def _takes_short_cuts(module: nn.Module) -> bool:
+    """Whether its forward without gradients is another one, unless the classes of weights inside forbid that."""
+    return isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) and not _is_compiled(module)
+
+
 def _regions(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[torch.Tensor]]]:
     """Modules whose call is a cue, with the parameters they are a cue for."""
     seen: set[nn.Module] = set()
@@ -145,7 +159,9 @@ def _regions(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[torch.Tens
             continue
         seen.add(module)
         compiled = _is_compiled(module)
-        params: list[torch.Tensor] = list(module.parameters(recurse=compiled))
+        # `MultiheadAttention` reads the weights of its `out_proj` without calling it.
+        recurse = compiled or isinstance(module, nn.MultiheadAttention)
+        params: list[torch.Tensor] = list(module.parameters(recurse=recurse))
         if params:
             yield name or type(module).__name__, module, params
         # Modules within a region have cues too, for calls of them alone; in the region those do nothing.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 
@@ -20,7 +18,7 @@ from offstage.engine.engine import Engine
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.checks import check_grad
-from offstage.optimizer.overlap.left_gradient import LeftGradient
+from offstage.optimizer.overlap.left_gradient import GradientUses, LeftGradient
 from offstage.optimizer.overlap.selection import BackwardSelection
 from offstage.optimizer.places import Places
 from offstage.planning.predict import LEAST_LEAVING
@@ -50,12 +48,14 @@ class LeavingGradients:
         config: OffloadConfig,
         selection: BackwardSelection,
         places: Callable[[], Places],
-        turn: AbstractContextManager[Any],
+        uses: GradientUses,
+        holds: Callable[[], bool],
     ) -> None:
-        """`places`: those of now. `turn`: the optimizer's, which uses of the gradients take."""
+        """`places`: those of now. `holds`: whether `step()` makes all updates for now, whatever was learned."""
         self.is_reentrant = False
         """Checkpointing was seen that brings gradients in parts."""
-        self._config, self._selection, self._places, self._turn = config, selection, places, turn
+        self._config, self._selection, self._places = config, selection, places
+        self._uses, self._holds = uses, holds
         self._wait: Wait | None = None
         self._left: dict[torch.Tensor, LeftGradient] = {}
         self._allocated: int | None = None
@@ -68,15 +68,19 @@ class LeavingGradients:
         self._allocated = next((engine.transport.lanes.allocated_bytes() for engine in engines), None)
         self._gradient_bytes = self._kept_bytes = 0
 
+    def replanned(self, config: OffloadConfig) -> None:
+        """Settings or places are others: so may be the room for gradients."""
+        self._config, self._wait = config, None
+
     def forget(self) -> None:
         """A step is made."""
         self._left.clear()
 
-    # The first iteration
+    # The first iteration, and those in which updates are held
 
     @property
     def _is_learning(self) -> bool:
-        return self._config.update_in_backward and self._selection.is_learning
+        return self._config.update_in_backward and (self._selection.is_learning or self._holds())
 
     def wants(self, state: ParamState) -> bool:
         """Whether the gradient of `state`, which is not used at once, goes to the host."""
@@ -98,6 +102,7 @@ class LeavingGradients:
             places = self._places()
             engines = list(places.engines.values())
             need = sum(state.local.nbytes for state in places.states.values() if _may_leave(state))
+            need -= sum(engine.transport.gradients.nbytes for engine in engines)  # which are there
             free = sum(engine.transport.lanes.free_bytes() for engine in engines)
             budget = None if self._config.host_budget is None else int(self._config.host_budget)
             used = sum(engine.transport.host_bytes for engine in engines)
@@ -144,7 +149,7 @@ class LeavingGradients:
         if self._is_room_for(update.grad, engine):
             gradient = engine.transport.gradients.of(update.of, again=again)
             gradient.keep(update.grad, norm)
-            return LeftGradient(update.of.param, gradient, self._turn, stays_on_host=True)
+            return LeftGradient(update.of.param, gradient, self._uses, stays_on_host=True)
         return self._leave(update.of, engine, update.grad, norm, again=again, updating=True)
 
     def _leave(
@@ -158,7 +163,7 @@ class LeavingGradients:
         updating: bool = False,
     ) -> LeftGradient:
         gradient = engine.transport.gradients.leave(state, flat, norm, again=again, updating=updating)
-        return LeftGradient(state.param, gradient, self._turn, stays_on_host=state.hosted is not None)
+        return LeftGradient(state.param, gradient, self._uses, stays_on_host=state.hosted is not None)
 
     def _is_room_for(self, grad: torch.Tensor, engine: Engine) -> bool:
         """Whether a gradient can stay in memory that backward has freed: then it is not larger than at its start."""

@@ -9,7 +9,9 @@ optimizer's turn: autograd's thread may add to it while another thread steps.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,25 +20,54 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offstage.engine.gradients import HostGradient
 from offstage.errors import ConfigError
+from offstage.modules import running_backward
 from offstage.tensors import as_param, flat_like
+
+_ACCUMULATES = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
+
+
+class GradientUses:
+    """The uses of one optimizer's gradients that left: each takes the turn, and those of other code are counted."""
+
+    def __init__(self, turn: AbstractContextManager[Any]) -> None:
+        self.turn = turn
+        self.count = 0
+        self._own = 0
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Within, the uses are offstage's own. No other thread has the turn meanwhile."""
+        with self.turn:
+            self._own += 1
+            try:
+                yield
+            finally:
+                self._own -= 1
+
+    @contextlib.contextmanager
+    def other(self) -> Iterator[None]:
+        """Within, other code uses a gradient, unless offstage has asked it to."""
+        with self.turn:
+            self.count += not self._own
+            yield
 
 
 class LeftGradient(torch.Tensor):
     """A tensor of the gradient's shape whose data are elsewhere."""
 
     gradient: HostGradient
-    turn: AbstractContextManager[Any]
+    uses: GradientUses
     stays_on_host: bool
     like: torch.Tensor
     """In the parameter's shape and memory order, without data."""
 
     def __new__(
-        cls, param: torch.Tensor, gradient: HostGradient, turn: AbstractContextManager[Any], *, stays_on_host: bool
+        cls, param: torch.Tensor, gradient: HostGradient, uses: GradientUses, *, stays_on_host: bool
     ) -> LeftGradient:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, param.shape, strides=param.stride(), dtype=gradient.dtype, device=param.device
         )
-        made.gradient, made.turn, made.stays_on_host = gradient, turn, stays_on_host
+        made.gradient, made.uses, made.stays_on_host = gradient, uses, stays_on_host
         made.like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
         torch._C._set_throw_on_mutable_data_ptr(made)  # type: ignore[attr-defined]  # a kernel would read address 0
         gradient.hand_out(weakref.ref(made))
@@ -52,9 +83,13 @@ class LeftGradient(torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """The gradient as an ordinary tensor, where its weight lives."""
-        with self.turn:
+        with self.uses.turn:
             self.gradient.finish_updates()
             return self._data_for(on_device=False)
+
+    def _for_other_code(self) -> torch.Tensor:
+        with self.uses.other():
+            return self.plain()
 
     # What torch does not send through __torch_dispatch__
 
@@ -69,28 +104,28 @@ class LeftGradient(torch.Tensor):
                 f"The gradient of {self.gradient.name!r} is {tuple(self.shape)} {self.dtype}; found "
                 f"{tuple(value.shape)} {value.dtype} for its data. Assign to p.grad instead."
             )
-        with self.turn:
+        with self.uses.other():
             self.gradient.finish_updates()
             self.gradient.set(flat_like(value, self.like))
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.plain().numpy(force=force)
+        return self._for_other_code().numpy(force=force)
 
     def __array__(self, dtype: Any = None, *_: Any, **__: Any) -> Any:
-        return self.plain().__array__(dtype)  # type: ignore[no-untyped-call]
+        return self._for_other_code().__array__(dtype)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
-        return self.plain().tolist()  # type: ignore[no-untyped-call]
+        return self._for_other_code().tolist()  # type: ignore[no-untyped-call]
 
     def cpu(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        return self.plain().cpu(*arguments, **keywords)
+        return self._for_other_code().cpu(*arguments, **keywords)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        memo[id(self)] = copied = self.plain().clone()
+        memo[id(self)] = copied = self._for_other_code().clone()
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self._for_other_code().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def _add(self, other: torch.Tensor, alpha: Any) -> None:
         """Autograd accumulates: on the device, with the one rounding that an addition in place has."""
@@ -103,7 +138,9 @@ class LeftGradient(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         used = [one for one in tree_leaves((args, kwargs)) if isinstance(one, cls)]
-        with used[0].turn:
+        uses = used[0].uses
+        accumulates = func in _ACCUMULATES and running_backward() is not None
+        with uses.own() if accumulates else uses.other():
             for one in used:
                 one.gradient.finish_updates()
             return cls._use(func, args, kwargs)

@@ -27,24 +27,24 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
-from offstage.errors import ConfigError, OffloadIneffectiveError, OffstageError, StepLostError
+from offstage.errors import OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.lanes.lanes import Place
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import is_recomputing, running_backward, uses_ddp
 from offstage.optimizer.iteration import Iteration
+from offstage.optimizer.overlap.cues import check_cues, is_fsdp, refuse_ddp
 from offstage.optimizer.overlap.hooks import Hooks
 from offstage.optimizer.overlap.leaving import LeavingGradients
-from offstage.optimizer.overlap.left_gradient import LeftGradient
+from offstage.optimizer.overlap.left_gradient import GradientUses, LeftGradient
 from offstage.optimizer.overlap.selection import BackwardSelection
 from offstage.optimizer.overlap.speculation import Speculation
 from offstage.optimizer.overlap.window import Window
 from offstage.optimizer.places import Groups, Places
 from offstage.rules.rule import ParamState, ParamUpdate
-from offstage.tensors import has_placed_gradient, is_dense
+from offstage.tensors import has_placed_gradient, is_dense, local_of
 
 logger = logging.getLogger("offstage")
 
@@ -70,6 +70,10 @@ class Owner(Protocol):
     def iteration(self) -> Iteration: ...
     @property
     def speculation(self) -> Speculation: ...
+    @property
+    def uses(self) -> GradientUses: ...
+    @property
+    def hold_updates(self) -> bool: ...
     @property
     def groups(self) -> Groups: ...
     @property
@@ -109,7 +113,7 @@ class Overlap:
 
     def __init__(self, owner: Owner, model: nn.Module | None) -> None:
         config = owner.config
-        _refuse_model(config, model)
+        check_cues(config, model)
         self._owner_ref = weakref.ref(owner)  # which owns this: no cycle, so that dropping it frees its memory at once
         self._config = config
         self._off = False
@@ -118,6 +122,8 @@ class Overlap:
         """The thread that makes the steps."""
         self._accumulating = 0
         self._fired: Counter[torch.Tensor] = Counter()
+        self._missed_some = False
+        """There were no hooks when some gradients of this iteration came."""
         self._cues_so_far = 0
         self._blind: str | None = None
         """What was said about parameters whose module's forward is not seen."""
@@ -129,7 +135,7 @@ class Overlap:
         self._running: set[torch.Tensor] = set()
         """Parameters whose module ran forward since the last step."""
         self._unseen: set[torch.Tensor] = set()
-        """Parameters that were still pending when backward began: their module did not run."""
+        """Parameters that were still pending when backward began: neither did their module run nor did a reader ask."""
         self._came: set[torch.Tensor] = set()
         """Parameters that live on the host and whose layer ran since the last step."""
         self._judged = False
@@ -138,7 +144,8 @@ class Overlap:
         """FSDP2 reads weights on streams of its own, layers ahead of their forward: no module can wait for them."""
         self.selection = BackwardSelection(config, owner.speculation, leaves_some=config.overlap_forward)
         places = functools.partial(_places_of, self._owner_ref)
-        self._leaving = LeavingGradients(config, self.selection, places, owner.turn)
+        holds = functools.partial(_holds_updates, self._owner_ref)
+        self._leaving = LeavingGradients(config, self.selection, places, owner.uses, holds)
         self._window = Window(config)
         self._cued = False
         """A backward, or a call of `prefetch()`, has given a cue."""
@@ -161,6 +168,11 @@ class Overlap:
     def _engines(self) -> list[Engine]:
         return list(self._owner.places.engines.values())
 
+    @property
+    def brings_at_once(self) -> bool:
+        """Whether an iteration has shown gradients that come in one part: only such can be used in backward."""
+        return not self.selection.is_learning
+
     def fallbacks(self) -> list[str]:
         """What does not happen as it was asked for."""
         off = "a graph was captured: step() does everything" if self._off else None
@@ -179,7 +191,7 @@ class Overlap:
     def bind(self) -> None:
         """Parameters are new; the model may have been sharded since (accelerate does so behind the optimizer)."""
         model = self._hooks.model
-        if self._config.overlap_forward and not self._gathers and model is not None and _is_fsdp(model):
+        if self._config.overlap_forward and not self._gathers and model is not None and is_fsdp(model):
             self._gathers = True
             self.selection.leave_nothing()
             logger.warning(_GATHERS)
@@ -187,10 +199,15 @@ class Overlap:
 
     def _hook_params(self) -> None:
         """Hook parameters that are new, or no longer frozen."""
-        self._hooks.bind([param for group in self._owner.groups for param in group["params"]])
+        if self._config.overlaps:
+            self._hooks.bind([param for group in self._owner.groups for param in group["params"]])
 
     def remove(self) -> None:
         self._hooks.remove()
+
+    def begin_late(self) -> None:
+        """The hooks are new, in the middle of training."""
+        self._missed_some = any(param.grad is not None for group in self._owner.groups for param in group["params"])
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -288,6 +305,14 @@ class Overlap:
             engine.settle(states, "weights: the updates are done")
             engine.unbind(states)
 
+    def let_gradients_leave(self) -> None:
+        """Weights have gone to the host: gradients that their parameters have follow them."""
+        for engine in self._engines:
+            for state in engine.arenas.hosted:
+                grad, like = state.param.grad, state.local
+                if type(grad) is torch.Tensor and (grad.device, grad.dtype) == (state.device, like.dtype):
+                    self._leaving.leave(state, engine)
+
     def backward_is_over(self) -> None:
         """What was collected of layers on the device begins."""
         self._begin_collected(None)
@@ -318,8 +343,8 @@ class Overlap:
 
     def _before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
         if self._config.update_in_backward:
-            _refuse_ddp(uses_ddp())
-            self._refuse_forward(params, module)
+            refuse_ddp(uses_ddp())
+        self._refuse_forward(params, module)
         if self._off:
             return
         for engine, states in self._owner.places.by_engine(params):
@@ -331,6 +356,14 @@ class Overlap:
             self._running.update(params)
             self._unseen.difference_update(params)
 
+    def before_inference(self, params: Sequence[torch.Tensor]) -> None:
+        """Modules of torch look at the classes of weights inside, which must not be those of late ones."""
+        if not torch.is_grad_enabled():
+            with self._owner.turn:
+                for engine, states in self._owner.places.by_engine(params):
+                    if not engine.transport.lanes.capturing():
+                        engine.settle(states, "forward: the weights are ready")
+
     def before_read(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is read."""
         with self._owner.turn:
@@ -339,6 +372,25 @@ class Overlap:
                 if not engine.transport.lanes.capturing():
                     engine.settle(states, "read: the weights are ready")
             self._owner.settle_host_weights(params)
+
+    def before_use(self, tensor: torch.Tensor) -> None:
+        """A parameter whose update is late, or its local tensor, is used outside its module's forward."""
+        places = self._owner.places
+        for engine in self._engines:  # before the turn, which another thread may have had when a child was forked
+            if engine.transport.is_inherited and engine.transport.lanes.at_once and engine.postponed is None:
+                return  # the child has what was made before
+            engine.transport.check_process()
+        with self._owner.turn:
+            found = places.place_of(tensor) or _place_of_local(places, tensor)
+            if found is None or self._captured(found[0]):
+                return
+            engine, state = found
+            if state.hosted is None:
+                engine.settle([state], "read: the weights are ready")
+            else:
+                self.check_between_steps()
+                places.settle("read: the weights are ready")
+                self._owner.settle_host_weights([state.param])
 
     def before_load(self, params: Sequence[torch.Tensor]) -> None:
         """A state dict of the model is loaded: maybe to go on after a step that was lost."""
@@ -364,9 +416,10 @@ class Overlap:
             module = self._hooks.module_of.get(state.param, "unknown")
             raise OffstageError(
                 f"Parameter {state.name!r} got a gradient, but the forward of its module {module!r} was not seen since "
-                "the last step(): its weight was read in another way, and may have been read before its update. "
-                "Expected every read of a weight to be in its own module's forward or after optimizer.synchronize(). "
-                "Call synchronize() before that read, compile the model before offload(), or set overlap_forward=False."
+                "the last step(), and nothing else has waited for its update: it was read in a way that cannot wait "
+                "(by its address, through a tensor taken from it before, by an extension), maybe too early. Expected "
+                "such a read after optimizer.synchronize(). Call that before, compile the model before offload(), or "
+                "set overlap_forward=False."
             )
 
     def _captured(self, engine: Engine) -> bool:
@@ -379,6 +432,8 @@ class Overlap:
                 "A graph capture began while updates of the last step were still being given to the device by other "
                 "threads; expected none. Call optimizer.synchronize() before the capture."
             )
+        if self._off:  # what reads weights outside their modules asks again
+            return True
         self._off = True
         logger.warning(
             "A graph capture was seen: its replays give no cues, so overlap_forward, window and update_in_backward are "
@@ -415,6 +470,8 @@ class Overlap:
     # Updates in backward
 
     def _is_early(self, state: ParamState, engine: Engine) -> bool:
+        if self._owner.hold_updates:
+            return False
         speculation = self._owner.speculation
         chosen = state.param in self.selection.params or self._leaving.trusts()
         if not chosen or not speculation.allows_early or not engine.transport.is_open:
@@ -482,12 +539,27 @@ class Overlap:
         self._unseen.clear()
         self._cues_so_far = 0
         self._collected.clear()
+        self._missed_some = False
 
-    def replanned(self, config: OffloadConfig) -> None:
-        """State has moved: what was learned about the old places does not hold for the new ones."""
-        self._config = config
-        self._window = Window(config)
-        self.selection.replanned(config, self._engines)
+    def replanned(self, config: OffloadConfig, *, moved: bool) -> None:
+        """Settings are others between two steps. `moved`: state has moved, too.
+
+        What was learned about the loop holds; what was measured on other places, or with other cues, does not.
+        """
+        before, self._config = self._config, config
+        if not config.overlaps:
+            self.remove()
+        else:
+            self.bind()
+            if not before.overlaps:
+                self.begin_late()
+        self._leaving.replanned(config)
+        if moved:
+            self._window = Window(config)
+        cues = (before.overlap_forward, before.update_in_backward)
+        if moved or cues != (config.overlap_forward, config.update_in_backward):
+            leaves_some = config.overlap_forward and not self._gathers
+            self.selection.replanned(config, self._engines, leaves_some=leaves_some)
 
     def all_waited(self) -> None:
         """The caller's stream has waited for every update."""
@@ -548,11 +620,13 @@ class Overlap:
 
     def learn(self, *, with_updates: bool) -> None:
         """A step is made. `with_updates`: some of it in backward."""
-        if self._config.update_in_backward:
+        if not self._missed_some:
             self.selection.learn(self._fired, self._engines, with_updates=with_updates)
         self.forget()
         self._leaving.forget()
         self._hook_params()
+        for engine in self._engines:
+            engine.guard_late(weakref.WeakMethod(self.before_use))
 
     def _report_blind(self, blind: int, late: int) -> None:
         """Nothing falls back silently."""
@@ -592,39 +666,13 @@ def _places_of(owner: weakref.ref[Owner]) -> Places:
     return found.places
 
 
-def needs_model(config: OffloadConfig) -> bool:
-    """Whether cues of a model's forward are needed."""
-    return config.overlap_forward or config.window == "all"
+def _place_of_local(places: Places, local: torch.Tensor) -> tuple[Engine, ParamState] | None:
+    """The place of the DTensor whose part on this rank is `local`."""
+    param = next((param for param in places.states if local_of(param) is local), None)
+    return None if param is None else places.place_of(param)
 
 
-def _refuse_model(config: OffloadConfig, model: nn.Module | None) -> None:
-    """Raise if the cues that `config` needs cannot be had from `model`."""
-    if config.overlap_forward and model is None:
-        raise ConfigError(
-            "overlap_forward=True needs the model, whose modules wait for their own weights; found no model. "
-            "Call offload(optimizer, model, overlap_forward=True)."
-        )
-    if config.window == "all" and model is None:
-        raise ConfigError(
-            "window='all' leaves again during the next forward, whose modules give the cues; found no model. "
-            "Call offload(optimizer, model, window='all'), or leave window out."
-        )
-    if config.update_in_backward and model is not None:
-        _refuse_ddp(uses_ddp(model))
-    if config.overlap_forward and isinstance(model, nn.DataParallel):
-        raise ConfigError(
-            "overlap_forward=True lets modules wait for their own weights; nn.DataParallel copies all weights "
-            "before any module runs. Expected a model without it. Use DistributedDataParallel."
-        )
-
-
-def _is_fsdp(model: nn.Module) -> bool:
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def _refuse_ddp(found: bool) -> None:
-    if found:
-        raise ConfigError(
-            "update_in_backward=True uses gradients as autograd makes them; DistributedDataParallel reduces them "
-            "later. Expected a model without it. Use overlap_forward=True instead."
-        )
+def _holds_updates(owner: weakref.ref[Owner]) -> bool:
+    found = owner()
+    assert found is not None
+    return found.hold_updates

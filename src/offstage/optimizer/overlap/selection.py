@@ -58,6 +58,8 @@ class BackwardSelection:
         if once:  # otherwise a whole backward was run again, and nothing is learned from that
             self._never |= fired.keys() - once
             self._once = (self._once | once) - self._never
+        if not self._config.update_in_backward:  # it may be switched on later
+            return
         if not before:
             self._left = self._left_at_first(engines)
         if self._once != before:  # the first time, and when parameters join: experts, layers no longer frozen
@@ -72,10 +74,12 @@ class BackwardSelection:
         elif self._once:
             self.fallbacks.pop("no effect", None)
 
-    def replanned(self, config: OffloadConfig, engines: Sequence[Engine]) -> None:
-        """State has moved: measure anew."""
-        self._config, self._measured, self._backwards = config, False, 0
-        if self._once:
+    def replanned(self, config: OffloadConfig, engines: Sequence[Engine], *, leaves_some: bool) -> None:
+        """State has moved, or cues are others: measure anew. Which gradients come at once is known already."""
+        self._config, self._leaves_some, self._measured, self._backwards = config, leaves_some, False, 0
+        self.fallbacks.clear()
+        self.params = frozenset()
+        if self._once and config.update_in_backward:
             self._left = self._left_at_first(engines)
             self._choose(engines)
 

@@ -107,6 +107,8 @@ class Speculation:
         """There is a second set of arenas."""
         self.impossible: str | None = None
         """Why there is none."""
+        self.is_armed = False
+        """It was tried to have one."""
         self.hits = 0
         self.misses = 0
         self._within = 0.5
@@ -134,7 +136,7 @@ class Speculation:
         `beside`: what else training takes on the host, by name. `weights`: those that live there, which need a second
         set, too, and room for their gradients.
         """
-        self.clips, self.possible, self.impossible = True, False, None
+        self.clips, self.is_armed, self.possible, self.impossible = True, True, False, None
         training = [state for engine in engines for state in engine.arenas.hosted if _trains(state)]
         hosted = [state.hosted for state in training if state.hosted is not None]
         need = sum(engine.arenas.streamed_bytes for engine in engines)
@@ -144,22 +146,27 @@ class Speculation:
         used = sum(engine.transport.host_bytes for engine in engines)
         try:
             with check_host_memory(need, host_budget, already_bytes=used, beside=beside):
-                logger.info("clipping with update_in_backward: allocating a second set of state, %s", format_size(need))
+                logger.info(
+                    "clipping with update_in_backward: allocating a second set of state, %s", format_size(max(0, need))
+                )
                 for engine in engines:
                     engine.arenas.add_spare()
                 if weights is not None:
                     weights.add_spare([state.param for one in engines for state in one.arenas.hosted if _trains(state)])
             self.possible = True
         except (HostMemoryError, MemoryError, OSError) as error:
-            for engine in engines:
-                engine.arenas.drop_spare()
-            if weights is not None:
-                weights.drop_spare()
+            _drop_spare(engines, weights)
             self.impossible = (
                 "update_in_backward with clipping needs a second copy of the state on the host; without it all updates "
                 f"are made in step(). {error}"
             )
             logger.warning(self.impossible)
+
+    def disarm(self, engines: Sequence[Engine], weights: HostWeights | None) -> None:
+        """There are no updates in backward for now: what they need goes back to the host. The lanes were drained."""
+        if self.is_armed:
+            _drop_spare(engines, weights)
+        self.is_armed, self.possible, self.impossible = False, False, None
 
     def decide(self, within: bool) -> None:
         """A clipped step is over: its norm was `within` bounds or not."""
@@ -172,6 +179,13 @@ class Speculation:
                 "made again" if pays else "not worth redoing and are made in step() for now",
             )
         self._pays = pays
+
+
+def _drop_spare(engines: Sequence[Engine], weights: HostWeights | None) -> None:
+    for engine in engines:
+        engine.arenas.drop_spare()
+    if weights is not None:
+        weights.drop_spare()
 
 
 def _trains(state: ParamState) -> bool:

@@ -69,7 +69,7 @@ def different_settings(a: Recorded, b: Recorded) -> list[tuple[str, str, str]]:
         of_a, of_b = a.settings.get(section, {}), b.settings.get(section, {})
         for name in dict.fromkeys([*of_a, *of_b]):
             if of_a.get(name) != of_b.get(name) and (section, name) != ("run", "folder"):
-                found.append((f"{section}.{name}", _value(of_a.get(name)), _value(of_b.get(name))))
+                found.append((f"{section}.{name}".removeprefix("."), _value(of_a.get(name)), _value(of_b.get(name))))
     return found
 
 

@@ -144,7 +144,7 @@ def limits_of(run: Recorded, highest: float) -> list[Limit]:
 
 
 def _size(run: Recorded, name: str) -> int | None:
-    value = run.settings.get("offload", {}).get(name)
+    value = run.settings.get("", {}).get(name, run.settings.get("offload", {}).get(name))
     try:
         found = None if value is None else parse_size(value, name)
     except (ConfigError, OverflowError):  # the text of a stranger, or of another version

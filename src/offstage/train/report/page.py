@@ -6,8 +6,10 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from offstage.planning.fit_plan import describe
 from offstage.train.report import figures, iteration, parts, tables
-from offstage.train.report.headline import headline
+from offstage.train.report.fitted import against_measured
+from offstage.train.report.headline import headline, peak_bytes
 from offstage.train.report.recorded import Recorded
 
 _NOT_OBSERVED = (
@@ -24,7 +26,7 @@ def write_report(folder: Path) -> Path:
 def make_page(run: Recorded) -> str:
     """The whole document, without scripts or external resources."""
     body = [_head(run), _problems(run), _loss(run), _over_the_run(run), _memory(run), _lanes(run), _link_and_cpu(run)]
-    body += [_plan(run), _receipt(run), _sample(run), _configuration(run)]
+    body += [_fitted(run), _plan(run), _receipt(run), _sample(run), _configuration(run)]
     return parts.document(run.name, body, "the files of the run’s folder")
 
 
@@ -89,6 +91,19 @@ def _link_and_cpu(run: Recorded) -> str:
     link = parts.figure(iteration.link(run), "Nothing moved in the observed step.")
     cpu = parts.figure(iteration.cpu(run), "The CPU was not watched in the observed step.")
     return parts.section("Link and CPU over one iteration", [parts.side_by_side([("Link", link), ("CPU", cpu)])])
+
+
+def _fitted(run: Recorded) -> str:
+    """What was decided within device_peak; nothing of a run without it."""
+    title = "Decided within device_peak"
+    if not run.run.get("fit"):
+        return ""
+    if run.fitted is None:
+        return parts.section(title, [parts.missing("The run has no plan in fit_plan.json: it ended while measuring.")])
+    decided = f"<p>{escape(describe(run.fitted.setting, run.fitted.overrides))}.</p>"
+    rows = against_measured(run.fitted, run.usual("step_ms"), peak_bytes(run))
+    table = parts.grid(("limit", "predicted", "measured"), rows)
+    return parts.section(title, [decided, table, f"<h3>The plan</h3>{parts.code(str(run.fitted))}"])
 
 
 def _plan(run: Recorded) -> str:

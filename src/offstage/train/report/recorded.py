@@ -14,11 +14,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeGuard
 
-from offstage import ConfigError, Plan
+from offstage import ConfigError, FitPlan, Plan
 from offstage.optimizer.receipt import Receipt
 from offstage.train import metrics
 from offstage.train.observe import VERSION
 from offstage.train.reading import BadFileError, parse_object, read_bytes, read_lines, read_object, read_tail
+from offstage.train.report.fitted import read_plan
 from offstage.train.report.shapes import (
     Shape,
     fields_of,
@@ -56,13 +57,15 @@ class Recorded:
     name: str
     config: str
     settings: dict[str, dict[str, Any]]
-    """Of config.toml: section → name → value; empty if it is not such a file."""
+    """Of config.toml: section → name → value, those above all tables in ``""``; empty if it is not such a file."""
     run: dict[str, Any]
     rows: tuple[Row, ...]
     """One per step that counts, in order."""
     receipt: dict[str, Any]
     observed: dict[str, Any]
     plan: Plan | None
+    fitted: FitPlan | None
+    """What the run has decided within device_peak; `None` if it had none, or has not decided."""
     sample: str
     """The last sample of text."""
     problems: tuple[str, ...]
@@ -90,6 +93,7 @@ class Recorded:
             receipt=fields_of(receipt, _RECEIPT, problems, files.receipt.name, others=plain()),
             observed=_observed(files.observed, problems),
             plan=_plan(about.get("plan"), problems),
+            fitted=read_plan(files.fit_plan, problems) if about.get("fit") else None,
             sample=_SAMPLE.split(_text(files.samples, _read_sample, problems))[-1].strip(),
             problems=tuple(problems),
         )
@@ -195,6 +199,7 @@ _RUN: dict[str, Shape] = {
     "tokens_per_step": whole(),
     "plan": _plan_fields,
     "net_saved_bytes": optional(_SIGNED),
+    "fit": plain(),
     "weights": optional(record({"host_bytes": whole(), "device_bytes": whole(), "layers": whole()})),
 }
 """run.json, as `run_info` makes it."""
@@ -242,7 +247,8 @@ def _settings(config: str, problems: list[str]) -> dict[str, dict[str, Any]]:
 def _plain_tables(tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each table, the values that are numbers, flags, texts, or lists and tables of these."""
     found: dict[str, dict[str, Any]] = {}
-    for section, values in tables.items():
+    above = {name: value for name, value in tables.items() if not isinstance(value, dict)}
+    for section, values in [("", above), *tables.items()]:
         for name, value in values.items() if isinstance(values, dict) else ():
             try:
                 found.setdefault(text(200)(section, "a table"), {})[text(200)(name, section)] = plain()(value, name)

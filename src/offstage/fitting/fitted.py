@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Fitted`: a job that decides between steps how it goes on: it watches, plans, tries, and goes on watching.
+
+It begins with everything on the host that can be there, and watches the loop for two iterations. Then it plans, moves
+everything to the plan's setting between two steps, and compares what two more iterations take with what was predicted:
+the plan is made anew with what was wrong, a few times at most. From then on it looks at the size of every micro-batch
+before it runs, and now and then at the peak and at the time. [Note: stages] in docs/internals/fit.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offstage.activations.layers import can_recompute
+from offstage.activations.offload import ActivationOffload, offload_activations
+from offstage.config import format_size
+from offstage.errors import ConfigError, HostMemoryError, OffloadIneffectiveError
+from offstage.fitting.watch import LoopWatch, kind_of
+from offstage.lanes.lanes import Lane
+from offstage.lanes.link import link_for, measure_duplex
+from offstage.modules import Hook, layers_of
+from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
+from offstage.planning.choices import Choice
+from offstage.planning.choosing import Limits, least_memory, predict
+from offstage.planning.fit_plan import FitPlan, plan_job
+from offstage.planning.job import Job, Setting
+from offstage.planning.loop import LayerLoad, Loop
+
+logger = logging.getLogger("offstage")
+
+_WATCHED = 2
+"""Iterations before the first plan: in the first one kernels are compiled and memory is allocated."""
+_MOST_WATCHED = 6
+"""Iterations after which a loop that does not run every layer is left as it is."""
+_TRIED = 3
+"""Iterations after each switch: the first ones learn, and give back what they do not need; the last one counts."""
+_CORRECTIONS = 4
+_CLOSE = 0.02
+"""A plan is made anew for time or memory if that gains more than this share."""
+_LOOKS_EVERY = 32
+"""Iterations from one look at peak and time to the next."""
+_LEAST_COPY, _MOST_COPY = 64 * 1024, 32 * 1024**2
+"""Bytes of a copy that measures the link again."""
+_SEEN = 0.97
+"""Share of the limit that the watched iterations may have taken, if the job is to go on as it began."""
+_TIGHT = 0.985
+"""Share of the limit that plans use: what is left is for what was not seen."""
+_SLOWER = 1.2
+"""An iteration that takes so much longer than it did calls for a new plan."""
+
+
+_IN_PARTS = (
+    "updates in backward cannot be used: gradients come in several parts; put the backward of every micro-batch but "
+    "the last under optimizer.accumulate()"
+)
+
+
+class Stage(enum.Enum):
+    """How far it is."""
+
+    WATCHING = "watching"
+    TRYING = "trying"
+    SETTLED = "settled"
+
+
+class Fitted:
+    """One job: a model, its optimizer, and the activations' handle where there is one."""
+
+    def __init__(
+        self,
+        optimizer: OffloadedOptimizer,
+        model: nn.Module,
+        job: Job,
+        limits: Limits,
+        began_with: Setting,
+        min_bytes: int,
+    ) -> None:
+        """`job`: with what is known before the first iteration. `began_with`: how it begins. `min_bytes`: of saved
+        tensors that may leave."""
+        self.plan: FitPlan | None = None
+        self.stage = Stage.WATCHING
+        self.iterations = 0
+        self.job, self.limits = job, limits
+        self._runtime = runtime_of(optimizer)
+        self._optimizer, self._model = weakref.ref(optimizer), weakref.ref(model)
+        self._min_bytes, self._began_with = min_bytes, began_with
+        self._layers = layers_of(model, None) if job.num_layers else []
+        (self._device,) = self._runtime.places.engines
+        self._lanes = link_for(self._device).lanes()
+        self._handle: ActivationOffload | None = None
+        self._hook: Any = None
+        self._elements = self._forwards = self._corrections = self._since = 0
+        self._given: FitPlan | None = None
+        self._stamp: Any = None
+        self._settled_ms = 0.0
+        self._tried: dict[Setting, float] = {}
+        """How long an iteration took with each setting that stayed under the limit."""
+        self._watch = LoopWatch(
+            model, self._layers, self._runtime, self._choices, self._device, self._lanes, lambda: self._elements
+        )
+
+    # Beginning #
+
+    def begin(self, plan: FitPlan | None) -> None:
+        """Watch. `plan`: which was made before, and is run as soon as the loop is known."""
+        self._runtime.watcher, self._given = self, plan
+        self._runtime.hold_updates = True
+        self._offload_activations(self._watched_choices())
+        self._watch.begin_iteration()
+        self._bind()
+        self._lanes.reset_peak()
+
+    def _watched_choices(self) -> tuple[Choice, ...]:
+        """All recompute, which takes the least memory, but one of each kind: what it saves must be seen."""
+        if not self.job.may_offload_activations:
+            return (Choice.KEEP,) * len(self._layers)
+        kinds: set[object] = set()
+        found = []
+        for layer in reversed(self._layers):  # the last one: nothing else is in its backward
+            is_new = kind_of(layer) not in kinds
+            kinds.add(kind_of(layer))
+            found.append(Choice.OFFLOAD if is_new or not can_recompute(layer) else Choice.RECOMPUTE)
+        return tuple(reversed(found))
+
+    def _choices(self) -> tuple[Choice, ...]:
+        return self._handle.choices if self._handle is not None else (Choice.KEEP,) * len(self._layers)
+
+    def _offload_activations(self, choices: tuple[Choice, ...]) -> None:
+        """The layers do as `choices` say from the next forward on. Where all keep there are no hooks."""
+        is_needed = self.stage is Stage.WATCHING or any(choice is not Choice.KEEP for choice in choices)
+        model = self._model()
+        if model is None or not self._layers:
+            return
+        if is_needed and self._handle is None:
+            self._handle = offload_activations(model, min_bytes=self._min_bytes, keep_last=0)
+        if self._handle is not None and not is_needed:
+            self._handle.remove()
+            self._handle = None
+        if self._handle is not None:
+            self._handle.replan(choices)
+            self._handle.observer = self._watch if self.stage is Stage.WATCHING else None
+
+    def _bind(self) -> None:
+        """Our hook is the first of the model's: it may change what the others do in this forward."""
+        model = self._model()
+        if self._hook is not None:
+            self._hook.remove()
+        if model is not None:
+            hook = Hook(self._before_forward)
+            self._hook = model.register_forward_pre_hook(_WithKeywords(hook), prepend=True, with_kwargs=True)
+
+    def remove(self) -> None:
+        """The optimizer is closed: nothing is decided any more, and layers keep their tensors."""
+        self._watch.stop()
+        self._runtime.watcher = None
+        if self._hook is not None:
+            self._hook.remove()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    # Before a forward #
+
+    def _before_forward(self, _: nn.Module, arguments: Any, keywords: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        leaves = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)]
+        self._elements = sum(leaf.numel() for leaf in leaves)
+        self._forwards += 1
+        if self.plan is not None:
+            self._make_room()
+        elif self.stage is Stage.WATCHING and self._handle is None:  # which would tell
+            self._watch.begin_forward(1)
+
+    def _make_room(self) -> None:
+        """This micro-batch is larger than those that were measured, or there are more of them: does the plan fit?"""
+        loop = self.job.loop
+        grown = loop.scaled(self._elements / loop.input_elements) if self._elements > loop.input_elements > 0 else loop
+        if self._forwards > loop.micro_batches:
+            grown = dataclasses.replace(grown, micro_batches=self._forwards)
+        if grown is loop:
+            return
+        assert self.plan is not None
+        self.job = dataclasses.replace(self.job, loop=grown)
+        if predict(self.job, self.plan.setting).device_bytes <= self.limits.device:
+            return
+        logger.info(
+            "fit: micro-batches of %d elements, %d per step, would take more than device_peak",
+            grown.input_elements,
+            grown.micro_batches,
+        )
+        was_there = self._handle
+        with self._runtime.turn:
+            self._plan_anew()
+        if self._handle is not None and self._handle is not was_there:
+            self._handle.begin_late()
+        self._corrections = min(self._corrections, _CORRECTIONS - 2)  # what was scaled is measured anew
+
+    # Steps #
+
+    def begin_step(self) -> None:
+        if self.stage is Stage.WATCHING:
+            self._watch.begin_step()
+
+    def end_step(self) -> None:
+        self.iterations += 1
+        self._forwards, self._since = 0, self._since + 1
+        if self.stage is Stage.WATCHING:
+            self._watch.end_step()
+            self._end_watched()
+        elif self.stage is Stage.TRYING:
+            self._end_tried()
+        elif self._since % _LOOKS_EVERY == 0:
+            self._look()
+
+    def _end_watched(self) -> None:
+        if self._given is not None and self.iterations >= _WATCHED:
+            self._watch.stop()
+            given, self._given = self._given, None
+            self._switch(given)
+            return
+        if self.iterations < _WATCHED or not self._watch.is_complete:
+            if self.iterations >= _MOST_WATCHED:
+                self._watch.stop()
+                self.stage = Stage.SETTLED
+                logger.warning(
+                    "fit: %d iterations did not run every one of the model's %d layers forward and backward; the job "
+                    "goes on as it began, with all that can be there on the host",
+                    self.iterations,
+                    len(self._layers),
+                )
+                return
+            self._watch.begin_iteration()
+            return
+        loop = self._watch.loop()
+        self._watch.stop()
+        notes = self.job.notes
+        at_once = self._runtime.overlap is None or self._runtime.overlap.brings_at_once
+        if self.job.may_update_in_backward and not at_once:
+            notes = (*notes, _IN_PARTS)
+        self.job = dataclasses.replace(
+            self.job, loop=loop, notes=notes, may_update_in_backward=self.job.may_update_in_backward and at_once
+        )
+        self._learn_peak(self._watched, self._watch.most_bytes, share=1.0)
+        self._plan_anew()
+
+    @property
+    def _watched(self) -> Setting:
+        """What ran while it was watched."""
+        return dataclasses.replace(self._began_with, choices=self._choices())
+
+    def _plan_anew(self) -> None:
+        """Make the fastest plan that fits, and go over to it. Between steps, or before a forward."""
+        try:
+            plan = self._fastest()
+        except ConfigError as error:
+            if self.plan is None and self._watch.most_bytes > _SEEN * self.limits.device:
+                raise
+            logger.warning("fit: %s The job goes on with as little as it can take", error)
+            if self.plan is None:  # as it began, which fits: that was seen
+                self.plan, self.stage = plan_job(self.job, self.limits, self._watched), Stage.SETTLED
+                self._offload_activations(self._watched.choices)
+                return
+            plan = plan_job(self.job, self.limits, least_memory(self.job, self.limits).setting)
+        before = self._choices()
+        try:
+            self._switch(plan)
+        except OffloadIneffectiveError as error:  # nothing has changed but what layers do
+            logger.warning("fit: the job goes on as it was: %s", error)
+            self.stage = Stage.SETTLED
+            self._offload_activations(before)
+        except HostMemoryError as error:
+            if not self.job.may_move_state:
+                raise
+            logger.warning("fit: state stays where it is: %s", error)
+            self.job = dataclasses.replace(self.job, may_move_state=False)
+            self._plan_anew()
+
+    def _fastest(self) -> FitPlan:
+        """The fastest plan that leaves a little of the limit."""
+        tight = dataclasses.replace(self.limits, device=int(_TIGHT * self.limits.device))
+        return dataclasses.replace(plan_job(self.job, tight), limits=self.limits)
+
+    def _switch(self, plan: FitPlan) -> None:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self.stage = Stage.TRYING
+        self._offload_activations(plan.setting.choices)
+        with self._runtime.deciding():
+            optimizer.replan(**plan.overrides)  # type: ignore[arg-type]
+        self._runtime.hold_updates = False  # only now: speculation needs a second set of the state as it is placed now
+        self._bind()
+        self.plan, self._since, self._stamp = plan, 0, None
+        self._lanes.reset_peak()
+        logger.info("fit: %s", plan.summary())
+
+    # Looking back #
+
+    def _end_tried(self) -> None:
+        now = self._lanes.stamp(Lane.CALLER)
+        before, self._stamp = self._stamp, now
+        if before is None or self._since < _TRIED:
+            return
+        assert self.plan is not None
+        took_ms, peak = self._lanes.elapsed_ms(before, now), self._lanes.peak_bytes()
+        if peak <= self.limits.device:
+            self._tried[self.plan.setting] = took_ms
+        self._learn(took_ms, peak)
+        if self._corrections < _CORRECTIONS and self._try_another(took_ms, peak):
+            return
+        self._settle(took_ms, is_over=peak > self.limits.device)
+
+    def _learn(self, took_ms: float, peak: int) -> None:
+        """What the setting took, beside what was predicted, corrects the predictions of all."""
+        assert self.plan is not None
+        setting, job = self.plan.setting, self.job
+        plain = predict(dataclasses.replace(job, slowdowns={}), setting)
+        slowdowns = {**job.slowdowns, setting.kind: took_ms / plain.iteration_ms} if plain.iteration_ms else {}
+        self.job = dataclasses.replace(job, slowdowns=slowdowns)
+        self._learn_peak(setting, peak, share=0.5)  # what this setting does not take, another one may
+
+    def _learn_peak(self, setting: Setting, peak: int, *, share: float) -> None:
+        """Correct the predictions of peaks: by all that was missing, or by a share of what was too much."""
+        wrong = peak - predict(self.job, setting).device_bytes if peak else 0
+        wrong = int(share * wrong) if wrong < 0 else wrong
+        unseen = {**self.job.unseen_bytes, setting.memory_kind: self.job.unseen_of(setting) + wrong}
+        self.job = dataclasses.replace(self.job, unseen_bytes=unseen)
+
+    def _try_another(self, took_ms: float, peak: int) -> bool:
+        """Go over to another setting, if the corrected predictions say that it is worth it."""
+        assert self.plan is not None
+        is_over = peak > self.limits.device
+        if is_over:
+            logger.warning(
+                "fit: the peak was %s, over device_peak=%s; planned anew",
+                format_size(peak),
+                format_size(self.limits.device),
+            )
+        try:
+            other = self._fastest()
+        except ConfigError:
+            return False
+        gains = other.predicted.iteration_ms < (1.0 - _CLOSE) * took_ms
+        if other.setting in self._tried or other.setting == self.plan.setting or not (is_over or gains):
+            return False
+        self._corrections += 1
+        self._plan_anew()
+        return True
+
+    def _settle(self, took_ms: float, *, is_over: bool) -> None:
+        """Stay, or go back to what was the fastest of those that were tried."""
+        assert self.plan is not None
+        best = min(self._tried, key=lambda setting: self._tried[setting], default=self.plan.setting)
+        if best != self.plan.setting and (is_over or self._tried[best] < (1.0 - _CLOSE / 2) * took_ms):
+            self._switch(plan_job(self.job, self.limits, best))
+            took_ms = self._tried[best]
+        else:
+            self.plan = plan_job(self.job, self.limits, self.plan.setting)
+        self.stage, self._since, self._stamp, self._settled_ms = Stage.SETTLED, 0, None, took_ms
+        self._tried.clear()
+        self._lanes.reset_peak()
+        logger.info("fit: settled after %d iterations, %s", self.iterations, self.plan.summary())
+
+    def _look(self) -> None:
+        """Now and then: has the peak come over the limit, or an iteration become slower?"""
+        peak, now = self._lanes.peak_bytes(), self._lanes.stamp(Lane.CALLER)
+        before, self._stamp = self._stamp, now
+        took_ms = (
+            self._lanes.elapsed_ms(before, now) / _LOOKS_EVERY
+            if before is not None and self._since > _LOOKS_EVERY
+            else 0.0
+        )
+        is_over = self.limits.device < peak
+        is_slower = bool(self._settled_ms) and took_ms > _SLOWER * self._settled_ms
+        if self.plan is None or not (is_over or is_slower):
+            return
+        if is_slower:
+            room = self.limits.device - (self._lanes.allocated_bytes() or 0)
+            rate = measure_duplex(self._lanes, nbytes=max(_LEAST_COPY, min(_MOST_COPY, room // 4)))
+            machine = self.job.machine
+            self.job = dataclasses.replace(
+                self.job,
+                machine=dataclasses.replace(
+                    machine, link_duplex_gb_per_s=rate, link_up_gb_per_s=rate, link_down_gb_per_s=rate
+                ),
+                slowdowns={},
+            )
+            logger.info("fit: an iteration takes %.1f ms instead of %.1f; planned anew", took_ms, self._settled_ms)
+        if is_over:
+            self._learn_peak(self.plan.setting, peak, share=0.0)
+            logger.warning("fit: the peak was %s, over device_peak; planned anew", format_size(peak))
+        self._corrections = 0
+        self._plan_anew()
+
+
+class _WithKeywords:
+    """A hook of a module's forward that is given keywords, too, and returns nothing."""
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
+        self._hook(module, arguments, keywords)
+
+
+def empty_loop(model: nn.Module) -> Loop:
+    """What is known of a loop before its first iteration: the number of layers."""
+    try:
+        layers = layers_of(model, None)
+    except ConfigError:
+        layers = []
+    return Loop(layers=tuple(LayerLoad(can_recompute=can_recompute(layer)) for layer in layers))

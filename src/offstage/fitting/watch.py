@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LoopWatch`: measures a training loop while it trains, and makes a `Loop` of what it saw.
+
+Each moment that the activations' handle tells of begins a section: a layer's forward, the turn from forward to
+backward, a layer's backward. Of each section the time on the caller's stream is taken, without what it waited for
+lanes, and the most device memory, less what is known of it: weights, gradients, state, saved tensors. Stamps are read
+after the iteration; nothing waits meanwhile. To see the memory of a section, the device's peak statistics are reset.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offstage.activations.layers import can_recompute
+from offstage.lanes.lanes import Lane, Lanes
+from offstage.lanes.link import link_for
+from offstage.lanes.spans import Span, covered_ms
+from offstage.modules import size_of
+from offstage.optimizer.overlap.left_gradient import LeftGradient
+from offstage.optimizer.runtime import Runtime
+from offstage.planning.choices import Choice
+from offstage.planning.loop import LayerLoad, Loop
+from offstage.weights.host_weights import host_weight_of
+
+
+def kind_of(layer: nn.Module) -> tuple[type[nn.Module], int]:
+    """Layers of one kind save as much as each other, and do the same with it."""
+    return type(layer), size_of(layer)
+
+
+class Section(NamedTuple):
+    """A part of an iteration: what, and of which layer."""
+
+    name: str
+    layer: int = -1
+
+
+@dataclass
+class _Seen:
+    """One section, in the last micro-batch that had it."""
+
+    start: Any = None
+    stop: Any = None
+    known_bytes: int = 0
+    """On the device when it began, as far as that is known: base, weights, gradients, state, saved tensors."""
+    owned_bytes: int = 0
+    """Weights, gradients and state, with gradients that have left: they were there for a moment."""
+    most_bytes: int = 0
+
+
+@dataclass
+class _Layer:
+    saved_bytes: int = 0
+    remade_bytes: int = 0
+
+
+_MOST_WAITS = 1 << 16
+_FRONT, _TURN, _STEP = Section("front"), Section("turn"), Section("step")
+
+
+@dataclass
+class LoopWatch:
+    """What is seen of one iteration. It is told by the activations' handle, and of steps by the runtime."""
+
+    model: nn.Module
+    layers: Sequence[nn.Module]
+    runtime: Runtime
+    choices: Callable[[], Sequence[Choice]]
+    """What the layers do now."""
+    device: torch.device
+    lanes: Lanes
+    """For stamps and for the device's memory."""
+    input_elements: Callable[[], int]
+    """Of the micro-batch that runs."""
+    micro_batches: int = 0
+    base_bytes: int = 0
+    clips: bool = False
+    reads_gradients: bool = False
+    _sections: dict[Section, _Seen] = field(default_factory=dict)
+    _now: Section | None = None
+    _saved: dict[int, _Layer] = field(default_factory=dict)
+    _waits: deque[Span] = field(default_factory=deque)
+    _began: Any = None
+
+    # What it is told #
+
+    def begin_iteration(self) -> None:
+        """Forget the iteration before."""
+        self.micro_batches = 0
+        self.clips = self.reads_gradients = False
+        self._sections, self._saved, self._now, self._waits = {}, {}, None, deque(maxlen=_MOST_WAITS)
+        link_for(self.device).caller_waits.spans = self._waits
+        self.runtime.uses.count = 0
+        self._began = self.lanes.stamp(Lane.CALLER)
+
+    def stop(self) -> None:
+        """Nothing is noted any more."""
+        link_for(self.device).caller_waits.spans = None
+
+    def begin_forward(self, in_flight: int) -> None:
+        self.micro_batches += 1
+        self._saved = {}
+        allocated = self.lanes.allocated_bytes()
+        if allocated is not None:
+            self.base_bytes = max(0, allocated - self._owned_bytes())
+        self._begin(_FRONT, 0)
+
+    def enter(self, layer: int) -> None:
+        self._begin(Section("forward", layer), sum(one.saved_bytes for one in self._kept_so_far(layer)))
+
+    def leave(self, layer: int) -> None:
+        if layer == len(self.layers) - 1:
+            self._begin(_TURN, sum(one.saved_bytes for one in self._kept_so_far(layer + 1)))
+
+    def saved(self, layer: int, nbytes: int, *, is_remade: bool) -> None:
+        of = self._saved.setdefault(layer, _Layer())
+        of.saved_bytes += nbytes
+        of.remade_bytes += nbytes if is_remade else 0
+
+    def in_backward(self, layer: int | None, here_bytes: int) -> None:
+        if layer is not None and self._now != Section("backward", layer):
+            self._begin(Section("backward", layer), here_bytes)
+
+    def end_forward(self) -> None:
+        """Nothing begins: the turn lasts until backward."""
+
+    def begin_step(self) -> None:
+        """`step()` begins."""
+        self.clips = self.runtime.iteration.norm is not None
+        self.reads_gradients = self.runtime.uses.count > 0
+        self._begin(_STEP, 0)
+
+    def end_step(self) -> None:
+        """`step()` is over."""
+        self._end()
+
+    # Sections #
+
+    def _begin(self, section: Section, saved_bytes: int) -> None:
+        self._end()
+        seen = self._sections[section] = _Seen(start=self.lanes.stamp(Lane.CALLER))
+        owned = self._owned_bytes()
+        seen.owned_bytes = owned + self._left_bytes()
+        seen.known_bytes = self.base_bytes + owned + saved_bytes
+        self._now = section
+
+    def _end(self) -> None:
+        lanes = self.lanes
+        if self._now is not None:
+            seen = self._sections[self._now]
+            seen.stop, seen.most_bytes = lanes.stamp(Lane.CALLER), lanes.peak_bytes()
+            # Weights and gradients that came meanwhile are known, too.
+            seen.known_bytes += max(0, self._owned_bytes() + self._left_bytes() - seen.owned_bytes)
+        self._now = None
+        lanes.reset_peak()
+
+    def _kept_so_far(self, layer: int) -> list[_Layer]:
+        chosen = self.choices()
+        keeps = (Choice.KEEP, Choice.REMAKE)
+        return [one for number, one in self._saved.items() if number < layer and chosen[number] in keeps]
+
+    def _owned_bytes(self) -> int:
+        """Weights, gradients and state on the device now."""
+        found = self.runtime.device_state_bytes(self.device)
+        if self.runtime.weights is not None:
+            found += self.runtime.weights.device_bytes
+        for param in self.model.parameters():
+            if host_weight_of(param) is None:
+                found += param.nbytes
+            if type(param.grad) is torch.Tensor:
+                found += param.grad.nbytes
+        return found
+
+    def _left_bytes(self) -> int:
+        return sum(param.nbytes for param in self.model.parameters() if isinstance(param.grad, LeftGradient))
+
+    # What it makes of it #
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether an iteration was seen: the forward of every layer, a backward (frozen layers have none), a step."""
+        layers = range(len(self.layers))
+        has_backward = not layers or any(Section("backward", layer) in self._sections for layer in layers)
+        wanted = [_FRONT, *(Section("forward", layer) for layer in layers), *((_TURN,) if layers else ()), _STEP]
+        return has_backward and all(one in self._sections for one in wanted)
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that the iteration had on the device; 0 where that is not counted."""
+        return max((seen.most_bytes for seen in self._sections.values()), default=0)
+
+    def loop(self) -> Loop:
+        """The iteration that was seen. Waits for the device."""
+        assert self.is_complete
+        times = {section: self._ms(seen) for section, seen in self._sections.items()}
+        chosen, kinds = list(self.choices()), [kind_of(layer) for layer in self.layers]
+        saved, inputs = self._by_kind(kinds, chosen)
+        forward = [times[Section("forward", number)] for number in range(len(self.layers))]
+        lasted = [times.get(Section("backward", number), 0.0) for number in range(len(self.layers))]
+        end_ms = 0.0
+        if lasted:
+            end_ms, lasted[0] = _without_end(lasted, kinds, chosen)
+        backward, again = _divide(lasted, forward, kinds, chosen)
+        working = self._working(kinds, chosen, saved)
+        layers = tuple(
+            LayerLoad(
+                forward_ms=forward[number],
+                backward_ms=backward[number],
+                again_ms=again[number],
+                saved_bytes=saved.get(kind, 0),
+                input_bytes=min(inputs.get(kind, saved.get(kind, 0)), saved.get(kind, 0)),
+                working_bytes=working[kind],
+                can_recompute=can_recompute(layer),
+            )
+            for number, (layer, kind) in enumerate(zip(self.layers, kinds, strict=True))
+        )
+        return Loop(
+            layers=layers,
+            front_ms=times[_FRONT] if self.layers else 0.0,
+            turn_ms=times[_TURN if self.layers else _FRONT],  # without layers nothing else is seen
+            end_ms=end_ms,
+            turn_bytes=self._beyond(_TURN if self.layers else _FRONT),
+            base_bytes=self.base_bytes,
+            micro_batches=self.micro_batches,
+            clips=self.clips,
+            reads_gradients=self.reads_gradients,
+            input_elements=self.input_elements(),
+        )
+
+    def iteration_ms(self) -> float:
+        """The whole iteration, with everything that it waited for. Waits for the device."""
+        return self.lanes.elapsed_ms(self._began, self._sections[_STEP].stop)
+
+    def _ms(self, seen: _Seen) -> float:
+        """How long a section lasted, without what it waited for lanes."""
+        elapsed = self.lanes.elapsed_ms
+        length = elapsed(seen.start, seen.stop)
+        times = [(elapsed(seen.start, wait.start), elapsed(seen.start, wait.stop)) for wait in self._waits]
+        waited = covered_ms((max(0.0, a), min(length, b)) for a, b in times if a < length and b > 0.0)
+        return max(0.0, length - waited)
+
+    def _by_kind(
+        self, kinds: Sequence[object], chosen: Sequence[Choice]
+    ) -> tuple[dict[object, int], dict[object, int]]:
+        """What a layer of each kind saves if it is not recomputed, and if it is."""
+        saved: dict[object, int] = {}
+        inputs: dict[object, int] = {}
+        for number, (kind, choice) in enumerate(zip(kinds, chosen, strict=True)):
+            of = self._saved.get(number, _Layer())
+            if choice is Choice.RECOMPUTE:
+                inputs[kind] = max(inputs.get(kind, 0), of.saved_bytes)
+            else:
+                saved[kind] = max(saved.get(kind, 0), of.saved_bytes)
+        return saved, inputs
+
+    def _working(
+        self, kinds: Sequence[object], chosen: Sequence[Choice], saved: dict[object, int]
+    ) -> dict[object, int]:
+        """What a backward of each kind of layer takes beyond what is counted elsewhere; a forward may take more."""
+        found: dict[object, int] = {}
+        for number, (kind, choice) in enumerate(zip(kinds, chosen, strict=True)):
+            own = saved.get(kind, 0) if choice is Choice.RECOMPUTE else 0
+            most = self._beyond(Section("backward", number)) - own
+            most = max(most, self._beyond(Section("forward", number)) - saved.get(kind, 0))
+            found[kind] = max(found.get(kind, 0), most)
+        return found
+
+    def _beyond(self, section: Section) -> int:
+        """The most that a section had on the device, beyond what was known when it began."""
+        seen = self._sections.get(section)
+        return max(0, seen.most_bytes - seen.known_bytes) if seen is not None and seen.most_bytes else 0
+
+
+def _without_end(lasted: Sequence[float], kinds: Sequence[object], chosen: Sequence[Choice]) -> tuple[float, float]:
+    """What follows the first layer's backward is in its section: another one that does the same shows how much."""
+    alike = [
+        ms
+        for ms, kind, choice in zip(lasted[1:], kinds[1:], chosen[1:], strict=True)
+        if (kind, choice) == (kinds[0], chosen[0])
+    ]
+    first = min(lasted[0], sorted(alike)[len(alike) // 2]) if alike else lasted[0]
+    return lasted[0] - first, first
+
+
+def _divide(
+    lasted: Sequence[float], forward: Sequence[float], kinds: Sequence[object], chosen: Sequence[Choice]
+) -> tuple[list[float], list[float]]:
+    """Of each layer: its backward alone, and the second forward if it is recomputed.
+
+    A layer of the same kind that is not recomputed shows the backward alone.
+    """
+    alone: dict[object, float] = {}
+    for ms, kind, choice in zip(lasted, kinds, chosen, strict=True):
+        if choice is not Choice.RECOMPUTE:
+            alone[kind] = min(ms, alone.get(kind, ms))
+    backward, again = [], []
+    for ms, first, kind, choice in zip(lasted, forward, kinds, chosen, strict=True):
+        own = ms if choice is not Choice.RECOMPUTE else min(ms, alone.get(kind, max(0.0, ms - first)))
+        twice = ms - own if choice is Choice.RECOMPUTE else None
+        backward.append(own)
+        again.append(first if twice is None else twice)
+    by_kind = {kind: ms for ms, kind, choice in zip(again, kinds, chosen, strict=True) if choice is Choice.RECOMPUTE}
+    return backward, [by_kind.get(kind, ms) for ms, kind in zip(again, kinds, strict=True)]

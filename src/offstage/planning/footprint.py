@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job takes under a `Setting`: the device's peak and the host's bytes. Pure arithmetic.
+
+The peak is the largest of three kinds of moments: the turn, when all layers have saved what they keep; the backward of
+each layer, when the layers behind it have given theirs back and gradients have taken its place; and `step()`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from offstage.config import OffloadConfig
+from offstage.planning.job import Job, Setting
+from offstage.planning.plan import HOST_SLOTS
+from offstage.planning.predict import COLLECTED, GRADIENTS_IN_FLIGHT, HOST_CHUNK, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
+
+_LAYERS_ON_DEVICE = 4
+"""Layers whose weights are on the device at once, where they live on the host."""
+_LAYERS_WITH_GRADIENTS = 3
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes."""
+
+    device: int
+    """At the peak."""
+    host: int
+    state: int
+    """On the device: what is resident, and slots."""
+
+
+def footprint(job: Job, setting: Setting) -> Footprint:
+    """What `job` takes under `setting`."""
+    counted = _Counted(job, setting)
+    base = job.loop.base_bytes + job.unseen_of(setting) + counted.weights + counted.state
+    return Footprint(int(base + counted.most_beside()), int(counted.host()), int(counted.state))
+
+
+class _Counted:
+    """The sums of one job under one setting."""
+
+    def __init__(self, job: Job, setting: Setting) -> None:
+        self.job, self.setting, self.loop = job, setting, job.loop
+        parts, layers = job.parts, job.parts[1:-1]
+        split = len(layers) - setting.hosted
+        self.stay, self.hosted = layers[:split], layers[split:]
+        self.largest = max((part.movable for part in self.hosted), default=0)
+        moved = sum(part.movable for part in self.hosted)
+        self.hosted_weights = moved
+        self.weights = sum(part.weights for part in parts) - moved + min(moved, _LAYERS_ON_DEVICE * self.largest)
+        kept = job.resident_bytes(setting)
+        self.kept = sum(kept)
+        self.leaves = job.state - self.kept
+        self.streamed = self.leaves * (1.0 - setting.host_share)
+        self.hosted_trained = sum(part.trained for part in self.hosted)
+        slot = job.slot_bytes(setting, self.streamed)
+        if self.hosted and not setting.update_in_backward:  # gradients come back through the slots
+            state = sum(part.state for part in self.hosted)
+            slot += int(slot * self.hosted_trained / state) if state else 0
+        self.state = self.kept + (job.config.num_slots * slot if self.streamed else 0)
+
+    # The device #
+
+    def most_beside(self) -> float:
+        """The most beside weights and state: activations, gradients and working memory."""
+        layers, choices = self.loop.layers, self.setting.choices
+        kept = [layer.kept_bytes(choice) for layer, choice in zip(layers, choices, strict=True)]
+        moving = [layer.moved_bytes(choice) for layer, choice in zip(layers, choices, strict=True)]
+        largest = max(moving, default=0)
+        before = list(itertools.accumulate(kept, initial=0))
+        after_turn = self._gradients(len(layers))
+        # Copies that are on their way when the head runs still have their memory, unless all leave.
+        late = 0 if all(moving[:-1]) else largest
+        most = before[-1] + late + self.loop.turn_bytes + after_turn
+        for number, layer in enumerate(layers):
+            own = layer.saved_bytes - kept[number]
+            coming = max(moving[:number], default=0)
+            held = before[number + 1] + own + coming + layer.working_bytes
+            most = max(most, held + self._gradients(number))
+        return max(most, self._gradients(0))
+
+    def _gradients(self, reached: int) -> float:
+        """Gradients on the device, and old weights, when backward has come to layer `reached`."""
+        parts, num = self.job.parts, len(self.loop.layers)
+        hosted = min(
+            _LAYERS_WITH_GRADIENTS * self.largest,
+            sum(p.trained for p in parts[1 + max(reached, num - len(self.hosted)) : -1]),
+        )
+        accumulates = self.loop.micro_batches > 1
+        first = 0 if accumulates else 1 + reached
+        there = sum(part.trained for part in parts[first : 1 + num - len(self.hosted)]) + parts[-1].trained
+        there += parts[0].trained if reached == 0 and first else 0
+        if not self.setting.update_in_backward or accumulates or self.loop.clips:
+            old = self._old_weights(reached) if self.setting.update_in_backward and self.loop.clips else 0.0
+            return there + hosted + old
+        everything = sum(part.trained for part in parts) - self.hosted_trained
+        collected = min(COLLECTED, self.job.config.most_chunk_bytes / max(1.0, self.job.state))
+        left = LEFT_TO_STEP if self.setting.overlap_forward else 0.0
+        most = (left + (1.0 - left) * (GRADIENTS_IN_FLIGHT + collected)) * everything
+        return min(there, most) + hosted
+
+    def _old_weights(self, reached: int) -> float:
+        """What speculative updates keep of the weights that are on the device."""
+        parts, num = self.job.parts, len(self.loop.layers)
+        streams = self.streamed / max(1, self.job.state)
+        there = sum(part.trained for part in parts[1 + reached : 1 + num - len(self.hosted)]) + parts[-1].trained
+        largest = max(part.trained for part in parts)  # whose gradients are there before its old weights have left
+        return (1.0 - OLD_WEIGHTS_ON_HOST) * streams * there + largest
+
+    # The host #
+
+    def host(self) -> float:
+        """State, weights, gradients, activations and the second set that clipping in backward needs."""
+        setting, loop = self.setting, self.loop
+        found = float(self.leaves + self.hosted_weights + self._activations())
+        used_at_once = setting.update_in_backward and not loop.clips and loop.micro_batches == 1
+        if not used_at_once:
+            found += self.hosted_trained
+        if setting.update_in_backward and loop.clips:
+            weights = sum(part.trained for part in self.job.parts)
+            old = OLD_WEIGHTS_ON_HOST * (weights - self.hosted_trained) * self.streamed / max(1, self.job.state)
+            found += self.streamed + self.hosted_trained + old
+        if setting.host_share:
+            found += self._staging()
+        return found
+
+    def _activations(self) -> int:
+        chosen = zip(self.loop.layers, self.setting.choices, strict=True)
+        return sum(layer.moved_bytes(choice) for layer, choice in chosen)
+
+    def _staging(self) -> float:
+        """Buffers for weights and gradients of chunks that the CPU updates."""
+        config: OffloadConfig = self.job.config
+        weights = sum(part.trained for part in self.job.parts)
+        chunk = min(HOST_CHUNK * config.most_chunk_bytes, self.leaves * self.setting.host_share)
+        return HOST_SLOTS * chunk * 2 * weights / max(1, self.job.state)
