@@ -269,6 +269,16 @@ def test_a_rerun_of_forward_and_backward_before_the_step(monkeypatch: pytest.Mon
     assert_same_tree(megatron.weights(run.chunks), megatron.weights(expected.chunks))
 
 
+def test_slots_take_no_memory_outside_the_step() -> None:
+    run = make("bf16", TORCH)
+    inner, device, during = run.optimizer.optimizer, torch.device("cpu"), []
+    runtime = runtime_of(inner)
+    inner.register_step_post_hook(lambda *_: during.append(runtime.device_state_bytes(device)))
+    run.train(3)
+    assert min(during) > 0
+    assert runtime.device_state_bytes(device) == 0
+
+
 def test_the_window_is_full_while_gradients_are_reduced_and_gone_after_the_step() -> None:
     run = make("bf16", {**TORCH, "window": "all"})
     run.train(2)

@@ -46,6 +46,10 @@ def test_streamed_and_resident_lives_are_the_same(events, kind, chunk_bytes, slo
     [("iterate", 0), ("iterate", 30), ("amsgrad", 0), ("iterate", 0)],
     *(Iterations.FORMATS[0], {"weights": "host"}, True, True, None, "nothing", 1, 0),
 )
+@example(  # a step while other weights are still on their way back, and some are only late
+    [("iterate", 3), ("replan weights", 41), ("sleep", 0), ("iterate", 4), ("iterate", 2)],
+    *(Iterations.FORMATS[0], {"window": 0}, True, True, None, "nothing", 1, 0),
+)
 @settings(deadline=None, max_examples=150)
 def test_overlapped_and_plain_lives_are_the_same(
     events, kind, place, overlap_forward, update_in_backward, clip, in_between, slots, seed

@@ -189,7 +189,8 @@ def resumed(
 def assert_same_weights(left: nn.Module, right: nn.Module) -> None:
     for (name, a), b in zip(left.named_parameters(), right.parameters(), strict=True):
         assert a.dtype == b.dtype, name
-        assert same_bits(a.detach(), b.detach()), f"{name}: {int((a != b).sum())} of {a.numel()} weights differ"
+        mine, theirs = a.detach().cpu(), b.detach().cpu()  # one of them may live on the host
+        assert same_bits(mine, theirs), f"{name}: {int((mine != theirs).sum())} of {mine.numel()} weights differ"
 
 
 def assert_same_tree(left: Any, right: Any, path: str = "") -> None:

@@ -168,7 +168,7 @@ class HostGradient:
             self._returned = None
         self._lanes.touch(writes=[self.here])
         for factor in self.scales:
-            torch._foreach_mul_([self.here], factor)
+            torch._foreach_mul_([self.here], factor.to(self.device))
         self.scales = []
         return self.here
 
@@ -186,7 +186,7 @@ class HostGradient:
     def norm_of_type(self, norm_type: float) -> torch.Tensor:
         """Its norm, known since it left, or computed on the device."""
         if self.norm is not None and norm_type == 2.0:
-            norm = self.norm
+            norm = self.norm.to(self.device)
         else:
             is_on_host = self.here is None and not self.scales
             norm = norm_of(self.on_device(), norm_type)
@@ -255,6 +255,16 @@ class HostGradient:
         self.stored = self.read = None
         self.bytes_left = self.bytes_returned = 0
         self._lanes, self._timer = lanes, timer
+
+    @property
+    def numbers(self) -> list[torch.Tensor]:
+        """What is known of it, each a number on the device."""
+        return [*self.scales, *([] if self.norm is None else [self.norm])]
+
+    def rest(self, on_host: Mapping[int, torch.Tensor]) -> None:
+        """`on_host`: its `numbers`, by the identity of those on the device."""
+        self.scales = [on_host[id(factor)] for factor in self.scales]
+        self.norm = None if self.norm is None else on_host[id(self.norm)]
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -339,6 +349,10 @@ class HostGradients:
         """Give back memory of gradients that did not leave in this iteration. The lanes have been drained."""
         self.drop(self._of.keys() - self._used)
 
+    def drop_idle(self) -> None:
+        """Give back memory of gradients beside weights on the device that wait for no step. The lanes were drained."""
+        self.drop([state for state, one in self._of.items() if state.hosted is None and not one.is_held])
+
     def let_go_of(self, state: ParamState) -> None:
         if state in self._of:
             self._of[state].let_go()
@@ -351,6 +365,20 @@ class HostGradients:
             self._held.remove(gradient)
             gradient.await_on_host()  # a copy from it may still be under way
             self._close(gradient)
+
+    def rest(self) -> None:
+        """The job sleeps, and the lanes have been drained: norms and factors wait on the host until they are used."""
+        everything = self._all
+        for gradient in everything:
+            gradient.leave_again()
+            gradient.let_go()
+        self.let_go()
+        numbers = {id(one): one for gradient in everything for one in gradient.numbers}
+        if numbers:
+            rows = torch.stack([number.double() for number in numbers.values()]).cpu().unbind()
+            found = {key: row.to(one.dtype) for (key, one), row in zip(numbers.items(), rows, strict=True)}
+            for gradient in everything:
+                gradient.rest(found)
 
     def drop(self, states: Iterable[ParamState] | None = None) -> None:
         """Give host memory back. The lanes have been drained."""

@@ -18,7 +18,7 @@ import functools
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,9 +30,10 @@ from offstage.lanes.host_threads import may_wait_for_threads
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.lanes.link import Link, link_for
 from offstage.memory.arena import Arena, check_host_memory, round_up
+from offstage.memory.guarded import Guard, guard_of
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.memory.pool import HostPool, Range
-from offstage.phases.away import Away, bring_back, move_versions, send_away
+from offstage.phases.away import bring_back, move_versions, send_away
 from offstage.tensors import like, local_of
 
 _BATCH = 32 * 1024 * 1024
@@ -47,13 +48,17 @@ _DIGEST_WORDS = 4 * 1024 * 1024
 _DIGEST_FACTOR = 0x9E3779B97F4A7C15 - 2**64
 
 
+Digest = tuple[int, int]
+"""Of the values of a storage: the version of its tensors, and a checksum."""
+
+
 class Stage(enum.Enum):
     HERE = "here"
     AWAY = "away"
     COMING = "coming"
 
 
-class ParkedStorage(Away):
+class ParkedStorage(Guard):
     """One storage."""
 
     def __init__(self, lot: Lot, storage: torch.UntypedStorage, kind: str, label: str) -> None:
@@ -71,8 +76,8 @@ class ParkedStorage(Away):
         """Other processes shall be able to read it on the host."""
         self.coming: Mark = None
         self._tensors: dict[int, TensorWeakRef] = {}
-        self._digest: tuple[int, int] | None = None
-        """Of the values in `range`: version and checksum."""
+        self._digest: Digest | None = None
+        """Of the values in `range`."""
 
     def know(self, tensor: torch.Tensor) -> None:
         """`tensor` is one of those that use the storage."""
@@ -115,13 +120,23 @@ class ParkedStorage(Away):
         """It is about to leave."""
         self.storage = self.tensors[0].untyped_storage()
 
-    def leave(self) -> None:
-        """HERE → AWAY: the values are on the host, and the device's memory goes back to the allocator."""
-        assert self.range is not None
+    def depart(self) -> None:
+        """Its copy is under way: whoever uses it waits until this call of `sleep()` is over."""
         tensors = self.tensors
         move_versions(tensors, 1)
         for tensor in tensors:
             send_away(tensor, self)
+
+    def stay(self) -> None:
+        """It does not leave after all: there was a failure before, in, or behind `depart`."""
+        departed = [tensor for tensor in self.tensors if guard_of(tensor) is self]
+        for tensor in departed:
+            bring_back(tensor)
+        move_versions(departed, -1)
+
+    def leave(self) -> None:
+        """HERE → AWAY: the values are on the host, and the device's memory goes back to the allocator."""
+        assert self.range is not None
         self.free()
         self.stage = Stage.AWAY
 
@@ -159,9 +174,15 @@ class ParkedStorage(Away):
             self._tensors.clear()  # the next sleep finds those that there are then
 
     def use(self, how: str) -> None:
-        if self.stage is Stage.AWAY:
-            raise asleep_error(self.label, how)
-        self.back()
+        """The values are about to be used: wait until they are back, or raise."""
+        with self.lot.turn:
+            if self.stage is Stage.AWAY:
+                raise asleep_error(self.label, how)
+            self.back()
+
+    def before_use(self, tensor: torch.Tensor, how: str) -> None:
+        self.use(how)
+        bring_back(tensor)
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.lot.turn:
@@ -178,16 +199,16 @@ class ParkedStorage(Away):
 
     # Values that have not changed
 
-    def is_current(self, checksum: int | None) -> bool:
+    def is_current(self, digest: Digest | None) -> bool:
         """Whether the host has these values already."""
-        return self.range is not None and checksum is not None and self._digest == (self._version, checksum)
+        return self.range is not None and digest is not None and self._digest == digest
 
-    def remember(self, checksum: int | None) -> None:
+    def remember(self, digest: Digest | None) -> None:
         """What is in the range; `None`: unknown."""
-        self._digest = None if checksum is None else (self._version, checksum)
+        self._digest = digest
 
     @property
-    def _version(self) -> int:
+    def version(self) -> int:
         """Of all its tensors together."""
         return sum(tensor._version for tensor in self.tensors if not tensor.is_inference())
 
@@ -201,27 +222,26 @@ class ParkedStorage(Away):
             self.lot.queue_release(self.range, self.coming, self.storage)
 
 
-class Wrapper(Away):
+class Wrapper(Guard):
     """For a DTensor: its local tensor is what is away."""
 
-    def __init__(self, parked: ParkedStorage, tensor: torch.Tensor) -> None:
-        self._parked, self._tensor = parked, TensorWeakRef(tensor)
+    def __init__(self, parked: ParkedStorage) -> None:
+        self._parked = parked
 
-    def use(self, how: str) -> None:
+    def before_use(self, tensor: torch.Tensor, how: str) -> None:
         self._parked.use(how)
-        self.back()
-
-    def back(self) -> None:
-        """The local tensor is back."""
-        if (tensor := self._tensor()) is not None:
-            bring_back(tensor)
+        bring_back(tensor)
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         local = self._parked.readable(local_of(tensor))
         if self._parked.stage is not Stage.AWAY:
-            self.back()
+            bring_back(tensor)
             return tensor
         return like(local, tensor)
+
+
+AWAY = (ParkedStorage, Wrapper)
+"""What guards tensors whose memory is away."""
 
 
 class Lot:
@@ -263,14 +283,14 @@ class Lot:
     # Leaving
 
     @torch.no_grad()
-    def store(self, leaving: Sequence[ParkedStorage]) -> int:
+    def store(self, leaving: Sequence[ParkedStorage], meanwhile: Callable[[], None]) -> int:
         """Copy the values of `leaving` to the host, which waits for it. Returns the bytes that had to be copied.
 
-        If that fails, nothing has changed.
+        `meanwhile`: what the host does before it waits. If this fails, nothing of its own has changed.
         """
         self._run_releases("sleep: the last fetch is over")
-        sums = self._checksums(leaving)
-        moving = [one for one in leaving if not one.is_current(sums.get(one))]
+        digests = self._digests(leaving)
+        moving = [one for one in leaving if not one.is_current(digests.get(one))]
         for one in moving:
             one.remember(None)  # until its copy is made
         new = {
@@ -289,6 +309,7 @@ class Lot:
                     for one, taken in zip(ones, pool.take_all([one.nbytes for one in ones]), strict=True):
                         one.range = taken
                         self._submit(one)
+                meanwhile()
             finally:
                 # Whatever happens next, nothing is under way then.
                 self.lanes.synchronize("sleep: the copies are made")
@@ -296,7 +317,7 @@ class Lot:
                     self._touch_on_host(one)
             self._check()
         for one in moving:
-            one.remember(sums.get(one))
+            one.remember(digests.get(one))
         return sum(one.nbytes for one in moving)
 
     def _check(self) -> None:
@@ -331,14 +352,14 @@ class Lot:
                 one.range.pool.give_back(one.range)
                 one.range = None
 
-    def _checksums(self, leaving: Sequence[ParkedStorage]) -> dict[ParkedStorage, int]:
+    def _digests(self, leaving: Sequence[ParkedStorage]) -> dict[ParkedStorage, Digest]:
         """Of frozen weights, whose values the host may have already."""
         frozen = [one for one in leaving if one.is_frozen]
         try:
             sums = torch.stack([_checksum(one.bytes()) for one in frozen]).tolist() if frozen else []
         except torch.OutOfMemoryError:  # then they are copied
             return {}
-        return dict(zip(frozen, sums, strict=True))
+        return {one: (one.version, found) for one, found in zip(frozen, sums, strict=True)}
 
     # Returning
 

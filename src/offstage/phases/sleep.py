@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import threading
 import time
@@ -108,11 +109,23 @@ def _sleepers_for(what: str, objects: Sequence[Any]) -> list[Sleeper]:
 @contextlib.contextmanager
 def _turns(sleepers: Iterable[Sleeper]) -> Iterator[None]:
     """One call at a time, and no training meanwhile with the optimizers that are concerned."""
-    with _one_call, contextlib.ExitStack() as turns:
+    with _one_call, _no_collection(), contextlib.ExitStack() as turns:
         runtimes = {id(runtime): runtime for sleeper in sleepers for runtime in sleeper.runtimes()}
         for _, runtime in sorted(runtimes.items()):  # the same order in every thread
             turns.enter_context(runtime.turn)
         yield
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python's collector looks at every object of the process: longer than a GiB takes over the link."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Falling:
@@ -129,15 +142,16 @@ class _Falling:
         self._dropping: list[ParkedStorage] = []
 
     def fall(self) -> Sleep:
-        for device in _devices(self._sleepers):
-            lot_for(device).refuse_capture()
+        devices = _devices(self._sleepers)
+        lots = [lot_for(device) for device in devices]
+        for lot in lots:
+            lot.refuse_capture()
         for sleeper in self._sleepers:
             sleeper.settle()
             sleeper.drain()
-        found = _collect(self._sleepers)
+        found = _collect(self._sleepers, devices)
         for sleeper in self._sleepers:
             sleeper.prune({one for one, owners in found.items() if sleeper in owners})
-        lots = [lot_for(device) for device in _devices(self._sleepers)]
         for lot in lots:
             lot.link.one_way_gb_per_s(lot.lanes, Lane.STORE)  # the first time
         try:
@@ -209,27 +223,42 @@ class _Falling:
         moving = [one for one in leaving if one not in dropping]
         started = time.perf_counter()
         new = [one for one in moving if one.range is None]
-        try:
-            for one in moving:
-                one.hold()
-            self._copied[lot] = self._copied.get(lot, 0) + lot.store(moving)
-        except BaseException:
-            for one in moving:
-                one.storage = None
-            lot.forget(new)
-            raise
-        self._seconds[lot] = self._seconds.get(lot, 0.0) + time.perf_counter() - started
-        with deferred_interrupts():
-            for one in moving:
-                one.leave()
-                self._left.append(one)
-                for sleeper, items in found[one].items():
-                    sleeper.keep(one, items)
+        known = {(sleeper, one) for one in moving for sleeper in found[one] if one in sleeper.parked}
+
+        def depart() -> None:
+            with deferred_interrupts():
+                for one in moving:
+                    one.depart()
+                    for sleeper, items in found[one].items():
+                        sleeper.keep(one, items)
+
+        with lot.turn:
+            try:
+                for one in moving:
+                    one.hold()
+                self._copied[lot] = self._copied.get(lot, 0) + lot.store(moving, depart)
+            except BaseException:
+                with deferred_interrupts():
+                    for one in moving:
+                        one.stay()
+                        one.storage = None
+                        for sleeper in found[one]:
+                            if (sleeper, one) not in known:
+                                sleeper.parked.pop(one, None)
+                    lot.forget(new)
+                raise
+            self._seconds[lot] = self._seconds.get(lot, 0.0) + time.perf_counter() - started
+            with deferred_interrupts():
+                for one in moving:
+                    one.leave()
+                    self._left.append(one)
 
     def _guard(self, found: Found) -> None:
+        left = set(self._left)
         for one, owners in found.items():
-            for sleeper, items in owners.items() if one.stage is Stage.AWAY else ():  # what slept before, as another's
-                sleeper.keep(one, items)
+            if one.stage is Stage.AWAY and one not in left:  # what slept before, as another's
+                for sleeper, items in owners.items():
+                    sleeper.keep(one, items)
         for sleeper in self._sleepers:
             gone = {item.kind for one in self._left for item in found[one].get(sleeper, ())}
             wholly = sleeper.main_kind in gone if self._need is not None else sleeper.main_kind not in self._kept
@@ -282,16 +311,16 @@ def _devices(sleepers: Iterable[Sleeper]) -> list[torch.device]:
     return [device for device in found if device.type != "cpu"] or [torch.device("cpu")]
 
 
-def _collect(sleepers: Sequence[Sleeper]) -> Found:
+def _collect(sleepers: Sequence[Sleeper], devices: Sequence[torch.device]) -> Found:
     """Every storage on the devices, asleep or not."""
-    devices, found = set(_devices(sleepers)), Found()
+    lots, found = {device: lot_for(device) for device in devices}, Found()
     for sleeper in sleepers:
         for item in sleeper.items():
             for memory in memories_of(item.tensor):
                 storage = memory.untyped_storage()
-                if memory.device not in devices:
+                lot = lots.get(memory.device)
+                if lot is None:
                     continue
-                lot = lot_for(memory.device)
                 if not storage.nbytes() and storage._cdata not in lot.parked:
                     continue
                 if not storage.resizable() and memory.device.type != "cpu":

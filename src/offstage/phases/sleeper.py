@@ -133,7 +133,7 @@ class Sleeper(ABC):
             if one.stage is Stage.AWAY:
                 for item in items:
                     if isinstance(item.tensor, DTensor):
-                        send_away(item.tensor, Wrapper(one, item.tensor))
+                        send_away(item.tensor, Wrapper(one))
         self._guard()
 
     @abstractmethod

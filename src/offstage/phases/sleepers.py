@@ -18,14 +18,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from offstage.errors import ConfigError
+from offstage.memory.guarded import guard_of
 from offstage.modules import Hook
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.runtime import Runtime, runtimes_with
-from offstage.phases.parking import ParkedStorage, Stage, asleep_error
+from offstage.phases.parking import AWAY, ParkedStorage, Stage, asleep_error
 from offstage.phases.sleeper import Item, Sleeper
-from offstage.tensors import AWAY, readable, reshard
+from offstage.tensors import readable, reshard
 from offstage.weights.host_weights import host_weight_of
 
 
@@ -180,9 +181,9 @@ def _watch_steps() -> None:
 def _before_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for param in _params_of(optimizer):
         for tensor in (param, param.grad):
-            away = None if tensor is None else vars(tensor).get(AWAY)
-            if away is not None:
-                away.use("step()")
+            guard = None if tensor is None else guard_of(tensor)
+            if isinstance(guard, AWAY) and tensor is not None:  # not weights that are only late: their step goes on
+                guard.before_use(tensor, "step()")
     if not any(isinstance(one, ModuleSleeper) and one.is_watching for one in list(_sleepers.values())):
         while _steps:
             _steps.pop().remove()

@@ -224,6 +224,10 @@ class AdamRule(Rule):
                 expected, _, before = scratch.prints(update.of)
                 expected.copy_(before)
 
+    def rest(self, device: torch.device) -> None:
+        if device in self._scratch:
+            self._scratch[device].rest()
+
     def external_writes(self, device: torch.device) -> torch.Tensor | None:
         return self._scratch[device].foreign if device in self._scratch else None
 
@@ -243,9 +247,11 @@ class AdamRule(Rule):
                 mine.copy_(theirs)
 
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
-        scratch = self._scratch_of(state.device)
-        expected, observed, _ = scratch.prints(state)
-        if weight.device != state.device:  # it lives on the host
+        scratch = self._scratch.get(state.device) or self._scratch_of(state.device)  # it may rest meanwhile
+        expected = scratch.expected(state)
+        if weight.device == state.device:
+            observed = scratch.prints(state)[1]
+        else:  # it lives on the host, or sleeps there
             observed = torch.zeros(1, dtype=torch.int64, device=weight.device)
         with on_device(weight.device):
             _kernels_for(weight.device).fingerprint(weight, observed)
@@ -254,7 +260,10 @@ class AdamRule(Rule):
     def _scratch_of(self, device: torch.device) -> _Scratch:
         if device not in self._scratch:
             self._scratch[device] = _Scratch(device)
-        return self._scratch[device]
+        scratch = self._scratch[device]
+        if scratch.rests:
+            scratch.resume()
+        return scratch
 
 
 class _Scratch:
@@ -271,15 +280,41 @@ class _Scratch:
         self.foreign = torch.zeros(1, dtype=torch.int64, device=device)
         self.foreign_before = torch.zeros(1, dtype=torch.int64, device=device)
         self.remembered = -1
+        self.rests = False
         self.rows: dict[tuple[int, int], torch.Tensor] = {}
         self._iteration = -1
-        self._coefficients = torch.empty(_ROWS, 3, dtype=torch.float32, device=device)
-        self._inputs = torch.empty(5, _ROWS, dtype=torch.float32, device=device)
+        self._make_tables(_ROWS)
         self._unused_prints: list[torch.Tensor] = []
         self._prints: WeakKeyDictionary[ParamState, _Cells] = WeakKeyDictionary()
+        self._prints_at_rest: WeakKeyDictionary[ParamState, torch.Tensor] = WeakKeyDictionary()
         self._host_rows: dict[tuple[int, int], torch.Tensor] = {}
         self._unused_host_prints: list[torch.Tensor] = []
         self._host_prints: WeakKeyDictionary[ParamState, _Cells] = WeakKeyDictionary()
+
+    def _make_tables(self, room: int) -> None:
+        """Of one step: nothing in them outlives it."""
+        self._coefficients = torch.empty(room, 3, dtype=torch.float32, device=self.device)
+        self._inputs = torch.empty(5, room, dtype=torch.float32, device=self.device)
+
+    def rest(self) -> None:
+        """No device memory from now on. Nothing is under way."""
+        if self.rests:
+            return
+        self.rests = True
+        states = list(self._prints)
+        rows = torch.stack([torch.cat(self._prints[state]) for state in states]).cpu() if states else ()
+        self._prints_at_rest.update(zip(states, rows, strict=True))
+        self._prints.clear()
+        self._unused_prints.clear()
+        self.foreign, self.foreign_before = self.foreign.cpu(), self.foreign_before.cpu()
+        self.rows, self._host_rows, self._iteration = {}, {}, -1
+        del self._coefficients, self._inputs
+
+    def resume(self) -> None:
+        """It is used again."""
+        self.rests = False
+        self.foreign, self.foreign_before = self.foreign.to(self.device), self.foreign_before.to(self.device)
+        self._make_tables(_ROWS)
 
     def follow(self, iteration: int) -> None:
         """Rows are of one step: the next one begins with none."""
@@ -308,8 +343,16 @@ class _Scratch:
         if state not in self._prints:
             if not self._unused_prints:  # many at once: the allocator takes 512 bytes for a tensor of 24
                 self._unused_prints = list(torch.zeros(_PRINTS, 3, dtype=torch.int64, device=self.device))
-            self._prints[state] = _cells(self._unused_prints.pop())
+            row = self._unused_prints.pop()
+            if (rested := self._prints_at_rest.pop(state, None)) is not None:
+                row.copy_(rested)
+            self._prints[state] = _cells(row)
         return self._prints[state]
+
+    def expected(self, state: ParamState) -> torch.Tensor:
+        """The fingerprint that the weight should have, where it is: on the device, or at rest."""
+        rested = self._prints_at_rest.get(state)
+        return self.prints(state)[0] if rested is None else rested[:1]
 
     # For updates on the host
 

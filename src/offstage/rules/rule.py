@@ -14,6 +14,7 @@ import torch
 from offstage.config import Placement
 from offstage.errors import ConfigError
 from offstage.lanes.host_threads import Slice
+from offstage.memory.guarded import Guard
 from offstage.tensors import home_of, local_of, order_of, readable
 
 MASTER_KEY = "master_weight"
@@ -82,6 +83,18 @@ class HostedWeight(Protocol):
 
     def unspeculate(self) -> None:
         """What was stored to the spare memory does not count."""
+
+    def hold_back(self, guard: Guard, *, late: bool) -> None:
+        """Outside its layer `guard` is asked until the host alone has the newest values.
+
+        `late`: they are not made yet.
+        """
+
+    def was_settled(self) -> None:
+        """The caller's stream has waited for its update."""
+
+    def let_go(self, guard: Guard) -> None:
+        """`guard` is asked no more."""
 
 
 class HostedLayer(Protocol):
@@ -353,6 +366,9 @@ class Rule(ABC):
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
         """Whether the weight that split masters were made for is still there. Waits for the device."""
         return True
+
+    def rest(self, device: torch.device) -> None:  # noqa: B027
+        """The job sleeps, and nothing is under way: the rule's own numbers on `device` wait on the host until used."""
 
     def external_writes(self, device: torch.device) -> torch.Tensor | None:
         """How many weights were written from outside between our steps ([Note: who wrote the weight]), on `device`."""

@@ -182,6 +182,11 @@ class TorchRule(Rule):
             before = self._foreign_before.get(device)
             self._foreign[device].copy_(before if before is not None else torch.zeros_like(self._foreign[device]))
 
+    def rest(self, device: torch.device) -> None:
+        for counts in (self._foreign, self._foreign_before):
+            if device in counts:
+                counts[device] = counts[device].cpu()
+
     def external_writes(self, device: torch.device) -> torch.Tensor | None:
         return self._foreign.get(device)
 
@@ -242,10 +247,16 @@ class TorchRule(Rule):
                 with self._counting:  # in threads of the host
                     self._found += int(foreign.sum())
         elif not piece.update.fresh:
-            counter = self._foreign.get(weight.device)
-            if counter is None:
-                counter = self._foreign[weight.device] = torch.zeros(1, dtype=torch.int64, device=weight.device)
+            counter = self._counter_on(weight.device)
             counter += foreign.sum()
+
+    def _counter_on(self, device: torch.device) -> torch.Tensor:
+        """Made, or back from where it rested."""
+        found = self._foreign.get(device)
+        if found is None or found.device != device:
+            rested = torch.zeros(1, dtype=torch.int64, device="cpu") if found is None else found
+            found = self._foreign[device] = rested.to(device)
+        return found
 
 
 def shaped(piece: PieceUpdate, flat: torch.Tensor, key: StateKey | None = None) -> torch.Tensor:

@@ -24,6 +24,7 @@ import offstage
 from offstage import ConfigError, OffloadedOptimizer
 from offstage.integrations.megatron.inner import MASTER, first_state, initialise, step_of
 from offstage.integrations.megatron.reduction import FetchUnderReduction
+from offstage.optimizer.optimizer import runtime_of
 
 
 class _Offloaded(MegatronOptimizer):  # type: ignore[misc]
@@ -54,6 +55,8 @@ class _Offloaded(MegatronOptimizer):  # type: ignore[misc]
         if self.fetching is not None:
             self.fetching.stepped()
         done: bool = super().step_with_ready_grads()
+        if self.fetching is None:  # the peak is in forward and backward, where nothing streams
+            runtime_of(self.optimizer).return_slots()
         for param in self.get_parameters():
             param.grad = None  # part of DDP's buffer, which sleep() of the model would take for the model's own
         return done
