@@ -64,7 +64,7 @@ STREAMED: Mapping[str, Any] = {"fraction": 0.5, "master_weights": "fp32"}
 LEAST_GIB, SHARE_OF_LINK, FIRST_GB_PER_S, HOST_PEAK, FIRST_KERNEL = 30.0, 0.90, 8.0, 1.02, 0.20
 GROWTH_BYTES = 64 * 2**20
 """The resident size of any process goes up and down by some."""
-TO_S = 60.0
+TO_S = 20.0
 """No further cycle of `to` begins after this."""
 SAVER_BYTES, SAVER_TIMEOUT_S = 2**32, 60
 PUBLISHED: Row = {

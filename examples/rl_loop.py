@@ -194,10 +194,10 @@ def empty_cache() -> int:
     return torch.accelerator.memory_allocated()
 
 
-def run(trainer: Trainer, pool: ProcessPoolExecutor | None, folder: str) -> dict[str, torch.Tensor]:
-    """Ten cycles. Returns the weights."""
+def run(trainer: Trainer, pool: ProcessPoolExecutor | None, folder: str, cycles: int) -> dict[str, torch.Tensor]:
+    """So many cycles. Returns the weights."""
     rewards, switching, whole = [], [], []
-    for cycle in range(CYCLES):
+    for cycle in range(cycles):
         started = time.perf_counter()
         freed = trainer.leave()
         leaving = time.perf_counter() - started
@@ -219,10 +219,10 @@ def run(trainer: Trainer, pool: ProcessPoolExecutor | None, folder: str) -> dict
         switching.append(leaving + max(coming, woken.seconds if woken else 0.0))  # also what training did not wait for
         times = f"switching {1e3 * switching[-1]:6.1f} of {1e3 * whole[-1]:6.1f} ms"
         print(f"cycle {cycle + 1:2d}  reward {rewards[-1]:.3f}  freed {format_size(freed):>9}  {times}")
-    share, mean = sum(switching[1:]) / sum(whole[1:]), sum(whole[1:]) / (CYCLES - 1)
+    share, mean = sum(switching[1:]) / sum(whole[1:]), sum(whole[1:]) / (cycles - 1)
     print(f"switch {trainer.switch}: {share:.1%} of an iteration, {1e3 * mean:.0f} ms from the second one on")
     print(f"reward: first {rewards[0]:.3f}, last {rewards[-1]:.3f}")
-    if rewards[-1] <= rewards[0]:
+    if cycles >= CYCLES and rewards[-1] <= rewards[0]:
         sys.exit("The reward did not rise.")
     return {name: tensor.to("cpu", copy=True) for name, tensor in trainer.policy.state_dict().items()}
 
@@ -232,10 +232,13 @@ def main() -> int:
     parser.add_argument("--size", choices=SHAPES, default="small")
     parser.add_argument("--switch", choices=("sleep", "to", "none"), default="sleep")
     parser.add_argument("--second-process", action="store_true", help="another process generates")
+    parser.add_argument("--cycles", type=int, default=CYCLES, help="at least two; the first is not in the mean")
     args = parser.parse_args()
+    if args.cycles < 2:
+        parser.error(f"--cycles expects at least 2; found {args.cycles}")
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     make_repeatable(device)
-    is_checked = args.switch == "sleep" and args.size == "small"
+    is_checked = args.switch == "sleep" and args.size == "small" and args.cycles > SAVED_IN
     with contextlib.ExitStack() as stack:
         pool, folder = None, ""
         if args.second_process:
@@ -243,12 +246,12 @@ def main() -> int:
             stack.enter_context(pool).submit(make_repeatable, device).result()  # it has started
         if is_checked:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="offstage-rl-"))
-        found = run(Trainer(args.size, device, args.switch, wholly=args.second_process), pool, folder)
+        found = run(Trainer(args.size, device, args.switch, wholly=args.second_process), pool, folder, args.cycles)
         if is_checked:
             offstage.checkpoint.verify(folder)
     if not is_checked:
         return 0
-    expected = run(Trainer(args.size, device, "none", wholly=False), None, "")
+    expected = run(Trainer(args.size, device, "none", wholly=False), None, "", args.cycles)
     different = sum(int((found[name] != tensor).sum()) for name, tensor in expected.items())
     print(f"elements that differ from the run that never slept: {different}")
     return 1 if different else 0
