@@ -154,7 +154,9 @@ class Job:
         return max((size.padded_bytes for size in self.sizes if not size.splits), default=0)
 
     def unseen_of(self, setting: Setting) -> int:
-        return self.unseen_bytes.get(setting.memory_kind, 0)
+        """What was measured for its kind. Other kinds are half as wrong as the worst of those that were measured."""
+        worst = max(self.unseen_bytes.values(), default=0)
+        return self.unseen_bytes.get(setting.memory_kind, max(0, worst) // 2)
 
     def slowdown_of(self, setting: Setting) -> float:
         """What was measured for its kind. Other kinds are half as wrong as those that were measured are on average."""
