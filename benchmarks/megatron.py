@@ -100,10 +100,12 @@ def hdo(fraction: float) -> Case:
     return Case(name=f"hdo_{percent(fraction)}", system="hdo", options=options, fraction=fraction, groups=("hdo",))
 
 
-def ours(kind: str, fraction: float, **options: Any) -> Case:
+def ours(kind: str, fraction: float, suffix: str = "", **options: Any) -> Case:
     needs = ("resident", f"hdo_{percent(fraction)}")
     settings = {"fraction": fraction, "master_weights": "fp32", **options}
-    return Case(name=f"{kind}_{percent(fraction)}", options=settings, fraction=fraction, groups=(kind,), needs=needs)
+    settings |= {"min_bytes": 0} if fraction == 1.0 else {}  # all of it, as there
+    name = f"{kind}_{percent(fraction)}{suffix}"
+    return Case(name=name, options=settings, fraction=fraction, groups=(kind,), needs=needs)
 
 
 SAME_AS = "bits_resident" if ON_GPU else "bits_off"
@@ -120,7 +122,7 @@ CASES = [
     *map(hdo, FRACTIONS),
     *(ours("streamed", fraction) for fraction in FRACTIONS),
     *(ours("auto", fraction, update_on="auto") for fraction in FRACTIONS),
-    Case(name="streamed_100_split", options={"master_weights": "split"}, groups=("streamed",)),
+    ours("streamed", 1.0, "_split", master_weights="split"),
     Case(name="window", options=WINDOW, groups=("window",)),
     bits("resident", {}, "megatron"),
     bits("off", {"fraction": 0.0}),

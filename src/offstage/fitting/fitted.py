@@ -258,18 +258,18 @@ class Fitted:
         return dataclasses.replace(self._began_with, choices=self._choices())
 
     def _plan_anew(self) -> None:
-        """Make the fastest plan that fits, and go over to it. Between steps, or before a forward."""
+        """Go over to the fastest plan that fits. Between steps, or before a forward."""
         try:
-            plan = self._fastest()
+            plan = self._planned()
         except ConfigError as error:
             if self.plan is None and self._watch.most_bytes > _SEEN * self.limits.device:
                 raise
             logger.warning("fit: %s The job goes on with as little as it can take", error)
             if self.plan is None:  # as it began, which fits: that was seen
-                self.plan, self.stage = plan_job(self.job, self.limits, self._watched), Stage.SETTLED
+                self.plan, self.stage = self._planned(self._watched), Stage.SETTLED
                 self._offload_activations(self._watched.choices)
                 return
-            plan = plan_job(self.job, self.limits, least_memory(self.job, self.limits).setting)
+            plan = self._planned(least_memory(self.job, self.limits).setting)
         before = self._choices()
         try:
             self._switch(plan)
@@ -284,10 +284,10 @@ class Fitted:
             self.job = dataclasses.replace(self.job, may_move_state=False)
             self._plan_anew()
 
-    def _fastest(self) -> FitPlan:
-        """The fastest plan that leaves a little of the limit."""
+    def _planned(self, setting: Setting | None = None) -> FitPlan:
+        """The plan of `setting`, or the fastest one that leaves a little of the limit."""
         tight = dataclasses.replace(self.limits, device=int(_TIGHT * self.limits.device))
-        return dataclasses.replace(plan_job(self.job, tight), limits=self.limits)
+        return dataclasses.replace(plan_job(self.job, tight, setting), limits=self.limits)
 
     def _switch(self, plan: FitPlan) -> None:
         optimizer = self._optimizer()
@@ -345,7 +345,7 @@ class Fitted:
                 format_size(self.limits.device),
             )
         try:
-            other = self._fastest()
+            other = self._planned()
         except ConfigError:
             return False
         gains = other.predicted.iteration_ms < (1.0 - _CLOSE) * took_ms
@@ -360,10 +360,10 @@ class Fitted:
         assert self.plan is not None
         best = min(self._tried, key=lambda setting: self._tried[setting], default=self.plan.setting)
         if best != self.plan.setting and (is_over or self._tried[best] < (1.0 - _CLOSE / 2) * took_ms):
-            self._switch(plan_job(self.job, self.limits, best))
+            self._switch(self._planned(best))
             took_ms = self._tried[best]
         else:
-            self.plan = plan_job(self.job, self.limits, self.plan.setting)
+            self.plan = self._planned(self.plan.setting)
         self.stage, self._since, self._stamp, self._settled_ms = Stage.SETTLED, 0, None, took_ms
         self._tried.clear()
         self._lanes.reset_peak()

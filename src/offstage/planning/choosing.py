@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from offstage.planning.choices import Choice, spread
@@ -82,17 +82,18 @@ def least_memory(job: Job, limits: Limits) -> Predicted:
     return predict(job, min(fitting, key=lambda one: (one[0].device, one[0].host))[1])
 
 
-def choose(job: Job, limits: Limits, each: list[Predicted] | None = None) -> Predicted | None:
+def choose(job: Job, limits: Limits, each: Sequence[Predicted] | None = None) -> Predicted | None:
     """The fastest setting that fits; `None` if none does. `each`: `best_of_each`, where it is known."""
     found = each if each is not None else best_of_each(job, limits)
     fitting = [one for one in found if not one.over(limits)]
     return min(fitting, key=_preference, default=None)
 
 
-def best_of_each(job: Job, limits: Limits) -> list[Predicted]:
+@functools.lru_cache(maxsize=2)  # what was tried is judged by the same search that finds what to try next
+def best_of_each(job: Job, limits: Limits) -> Sequence[Predicted]:
     """For each combination of cues the fastest setting that fits, or else the one that exceeds the limits the least."""
     search = _Search(job, limits)
-    return [search.climb(cues) for cues in search.cues]
+    return tuple(search.climb(cues) for cues in search.cues)
 
 
 def all_settings(job: Job, limits: Limits) -> Iterator[Predicted]:

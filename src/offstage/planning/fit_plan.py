@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offstage.config import format_size
@@ -146,7 +146,7 @@ def refusal(least: Predicted, limits: Limits) -> str:
     )
 
 
-def _considered(job: Job, limits: Limits, chosen: Predicted, each: list[Predicted]) -> Iterator[Considered]:
+def _considered(job: Job, limits: Limits, chosen: Predicted, each: Sequence[Predicted]) -> Iterator[Considered]:
     """The chosen one, the best with other cues, and what everybody tries first."""
     yield Considered(describe(chosen.setting, {}), chosen, CHOSEN)
     seen = {chosen.setting}

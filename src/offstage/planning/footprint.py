@@ -47,6 +47,8 @@ class _Counted:
         split = len(layers) - setting.hosted
         self.stay, self.hosted = layers[:split], layers[split:]
         self.largest = max((part.movable for part in self.hosted), default=0)
+        self.most_trained = max(part.trained for part in parts)
+        self.trained_before = list(itertools.accumulate((part.trained for part in parts), initial=0))
         moved = sum(part.movable for part in self.hosted)
         self.hosted_weights = moved
         self.weights = sum(part.weights for part in parts) - moved + min(moved, _LAYERS_ON_DEVICE * self.largest)
@@ -74,40 +76,42 @@ class _Counted:
         # Copies that are on their way when the head runs still have their memory, unless all leave.
         late = 0 if all(moving[:-1]) else largest
         most = before[-1] + late + self.loop.turn_bytes + after_turn
+        coming = 0
         for number, layer in enumerate(layers):
             own = layer.saved_bytes - kept[number]
-            coming = max(moving[:number], default=0)
             held = before[number + 1] + own + coming + layer.working_bytes
             most = max(most, held + self._gradients(number))
+            coming = max(coming, moving[number])
         return max(most, self._gradients(0))
 
     def _gradients(self, reached: int) -> float:
         """Gradients on the device, and old weights, when backward has come to layer `reached`."""
         parts, num = self.job.parts, len(self.loop.layers)
-        hosted = min(
-            _LAYERS_WITH_GRADIENTS * self.largest,
-            sum(p.trained for p in parts[1 + max(reached, num - len(self.hosted)) : -1]),
-        )
+        split = num - len(self.hosted)
+        hosted = min(_LAYERS_WITH_GRADIENTS * self.largest, self._trained(1 + max(reached, split), num + 1))
         accumulates = self.loop.micro_batches > 1
         first = 0 if accumulates else 1 + reached
-        there = sum(part.trained for part in parts[first : 1 + num - len(self.hosted)]) + parts[-1].trained
+        there = self._trained(first, 1 + split) + parts[-1].trained
         there += parts[0].trained if reached == 0 and first else 0
         if not self.setting.update_in_backward or accumulates or self.loop.clips:
             old = self._old_weights(reached) if self.setting.update_in_backward and self.loop.clips else 0.0
             return there + hosted + old
-        everything = sum(part.trained for part in parts) - self.hosted_trained
+        everything = self.trained_before[-1] - self.hosted_trained
         collected = min(COLLECTED, self.job.config.most_chunk_bytes / max(1.0, self.job.state))
         left = LEFT_TO_STEP if self.setting.overlap_forward else 0.0
         most = (left + (1.0 - left) * (GRADIENTS_IN_FLIGHT + collected)) * everything
         return min(there, most) + hosted
 
+    def _trained(self, first: int, stop: int) -> int:
+        """Gradients of the parts from `first` on."""
+        return self.trained_before[max(first, stop)] - self.trained_before[first]
+
     def _old_weights(self, reached: int) -> float:
         """What speculative updates keep of the weights that are on the device."""
-        parts, num = self.job.parts, len(self.loop.layers)
         streams = self.streamed / max(1, self.job.state)
-        there = sum(part.trained for part in parts[1 + reached : 1 + num - len(self.hosted)]) + parts[-1].trained
-        largest = max(part.trained for part in parts)  # whose gradients are there before its old weights have left
-        return (1.0 - OLD_WEIGHTS_ON_HOST) * streams * there + largest
+        there = self._trained(1 + reached, 1 + len(self.stay)) + self.job.parts[-1].trained
+        # Of the largest part gradients are there before its old weights have left.
+        return (1.0 - OLD_WEIGHTS_ON_HOST) * streams * there + self.most_trained
 
     # The host #
 
