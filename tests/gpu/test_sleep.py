@@ -562,3 +562,39 @@ def test_a_capture_is_refused() -> None:
     with pytest.raises(OffstageError, match="graph is being captured"), torch.cuda.graph(graph):
         sleep(model)
     assert not asleep(model)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.front = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        out: torch.Tensor = self.layers[number](self.front(x))
+        return out
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_experts_without_a_gradient_between_two_sleeps(clip: bool) -> None:
+    """What is known of their last gradients rests since an earlier sleep, that of the others does not."""
+
+    def trained(*, sleeps: bool) -> list[torch.Tensor]:
+        model = Experts().to(DEVICE)
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = offstage.offload(plain, model, weights="host", min_bytes=0, chunk_bytes="16KiB")
+        for number in range(6):
+            x = torch.full((4, 64), 0.1 * (number + 1), device=DEVICE)
+            model(x, number // 2 % 2).square().sum().backward()
+            if clip:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if sleeps:
+                sleep(model, optimizer)
+                wake(model, optimizer)
+        return [param.detach().cpu().clone() for param in model.parameters()]
+
+    pairs = zip(trained(sleeps=True), trained(sleeps=False), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)

@@ -3,6 +3,8 @@
 
 import copy
 import gc
+import signal
+import time
 import weakref
 
 import pytest
@@ -12,9 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 import offstage
 from offstage import asleep, sleep, wake
+from offstage.engine.gradients import HostGradients
+from offstage.engine.timer import StepTimer
 from offstage.errors import ConfigError, OffstageError
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.lanes.link import use_lanes
+from offstage.phases.parking import Lot
+from offstage.tensors import norm_of
 from tests.phases.test_sleep import SMALL, all_same, backward, clones, make
 from tests.support.training import lazily, same_bits
 
@@ -299,3 +305,99 @@ def test_two_optimizers_of_one_model_and_one_of_two():
     for one in optimizers:
         one.synchronize()
     assert all_same(both.parameters(), twin.parameters())
+
+
+def test_an_interrupt_between_the_copies_and_the_end(monkeypatch):
+    """Whatever moment it comes at, nothing has changed: no guard is left, and graphs from before are good."""
+    model = nn.Linear(16, 16)
+    x = torch.randn(2, 16)
+    expected = model(x).detach()
+    for moment in range(1, 8):
+        loss, calls, clock = model(x).pow(2).sum(), [], time.perf_counter
+
+        def interrupted(calls=calls, moment=moment, clock=clock):
+            calls.append(None)
+            if len(calls) == moment:
+                raise KeyboardInterrupt
+            return clock()
+
+        with monkeypatch.context() as during:
+            during.setattr("offstage.phases.sleep.time.perf_counter", interrupted)
+            try:
+                sleep(model)
+            except KeyboardInterrupt:
+                assert (type(model.weight) is nn.Parameter) != asleep(model)
+        if asleep(model):  # it came behind the copies
+            wake(model)
+        loss.backward()
+        assert same_bits(model(x).detach(), expected)
+        assert same_bits(model.state_dict()["weight"], model.weight.detach())
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_signal_while_the_copies_run(is_read, monkeypatch):
+    """Its handler may save what it can read; a use is refused, and what left is guarded afterwards."""
+    model = nn.Linear(16, 16)
+    expected, seen = model.weight.detach().clone(), []
+
+    def handler(*_):
+        try:
+            seen.append(model.state_dict()["weight"].clone() if is_read else model(torch.zeros(1, 16)))
+        except OffstageError as error:
+            seen.append(error)
+
+    stores = Lot.store
+
+    def store(lot, leaving, meanwhile):
+        def then():
+            meanwhile()
+            signal.raise_signal(signal.SIGTERM)
+
+        return stores(lot, leaving, then)
+
+    monkeypatch.setattr(Lot, "store", store)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        sleep(model)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert same_bits(seen[0], expected) if is_read else isinstance(seen[0], OffstageError)
+    with pytest.raises(OffstageError, match="asleep"):
+        model.weight.sum()
+    wake(model).wait()
+    assert same_bits(model.weight.detach(), expected)
+
+
+def test_split_masters_are_read_in_inference_mode_after_waking():
+    """The rule's fingerprints come back with a reader, and the next step writes them."""
+    model = nn.Sequential(*(nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2)))
+    optimizer = offstage.offload(torch.optim.AdamW(model.parameters(), lr=0.1), model, master_weights="split", **SMALL)
+    for number in range(3):
+        model(torch.randn(2, 16, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sleep(optimizer)
+        asleep_state = optimizer.state_dict() if number == 1 else None
+        sleep(model, optimizer)
+        wake(model, optimizer)
+        with torch.inference_mode():
+            state = optimizer.state_dict()
+        assert optimizer.receipt().weights_written_by_others == 0
+        if asleep_state is not None:
+            assert all(
+                same_bits(value["master_weight"], state["state"][key]["master_weight"])
+                for key, value in asleep_state["state"].items()
+            )
+
+
+def test_gradients_of_a_skipped_step_do_not_stay_on_the_device():
+    gradients = HostGradients(lanes := ImmediateLanes(torch.device("cpu")), StepTimer(lanes), pin=False)
+    state = nn.Module()  # as far as gradients ask
+    state.local, state.name, state.hosted = torch.zeros(1000), "weight", None
+    gradient, kept = gradients.of(state), torch.randn(1000)
+    gradient.keep(kept, norm_of(kept, 2.0))
+    expected, kept = kept.clone(), weakref.ref(kept)
+    gradients.rest()
+    gc.collect()
+    assert kept() is None
+    assert same_bits(gradient.on_host(), expected)

@@ -258,13 +258,14 @@ class HostGradient:
 
     @property
     def numbers(self) -> list[torch.Tensor]:
-        """What is known of it, each a number on the device."""
-        return [*self.scales, *([] if self.norm is None else [self.norm])]
+        """What is known of it, each a number on the device. Those that have rested and were not used are not."""
+        known = [*self.scales, *([] if self.norm is None else [self.norm])]
+        return [number for number in known if number.device.type != "cpu"]
 
     def rest(self, on_host: Mapping[int, torch.Tensor]) -> None:
         """`on_host`: its `numbers`, by the identity of those on the device."""
-        self.scales = [on_host[id(factor)] for factor in self.scales]
-        self.norm = None if self.norm is None else on_host[id(self.norm)]
+        self.scales = [on_host.get(id(factor), factor) for factor in self.scales]
+        self.norm = None if self.norm is None else on_host.get(id(self.norm), self.norm)
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -371,6 +372,7 @@ class HostGradients:
         everything = self._all
         for gradient in everything:
             gradient.leave_again()
+            gradient.let_go_of_kept()  # of a step that was skipped
             gradient.let_go()
         self.let_go()
         numbers = {id(one): one for gradient in everything for one in gradient.numbers}

@@ -543,9 +543,10 @@ class Runtime:
 
     def return_slots(self) -> None:
         """Between steps: slots give their memory back behind their last stores, and the next step makes them again."""
-        for engine in self.engines:
-            pipeline = engine.transport.pipeline
-            pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
+        with self.turn:
+            for engine in self.engines:
+                pipeline = engine.transport.pipeline
+                pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
 
     def free_slots(self, device: torch.device) -> int:
         """Give memory back that holds nothing until it is needed. Returns how much of it slots and window had.
@@ -557,9 +558,9 @@ class Runtime:
             return 0
         pipeline = engine.transport.pipeline
         freed = pipeline.device_bytes
+        pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
         engine.transport.gradients.rest()
         self.rule.rest(device)
-        pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
         return freed
 
     def synchronize(self) -> None:

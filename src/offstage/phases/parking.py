@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Lot` and `ParkedStorage`: storages of one device that wait on the host, and their way there and back.
 
-`HERE → AWAY → COMING → HERE`. A storage, not a tensor, is what moves: views and tied weights move once, and every
-tensor stays the object it was. What is `AWAY` has no device memory; its values are in a range of the lot's host memory.
+`HERE → LEAVING → AWAY → COMING → HERE`, or back from `LEAVING` where a copy fails. A storage, not a tensor, is what
+moves: views and tied weights move once, and every tensor stays the object it was. What is `AWAY` has no device memory;
+its values are in a range of the lot's host memory.
 
 | buffer | written by | read by | separated by |
 |---|---|---|---|
@@ -30,7 +31,7 @@ from offstage.lanes.host_threads import may_wait_for_threads
 from offstage.lanes.lanes import Lane, Lanes, Mark, copy_work
 from offstage.lanes.link import Link, link_for
 from offstage.memory.arena import Arena, check_host_memory, round_up
-from offstage.memory.guarded import Guard, guard_of
+from offstage.memory.guarded import Guard, guard_of, unguarded
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.memory.pool import HostPool, Range
 from offstage.phases.away import bring_back, move_versions, send_away
@@ -54,6 +55,8 @@ Digest = tuple[int, int]
 
 class Stage(enum.Enum):
     HERE = "here"
+    LEAVING = "leaving"
+    """Its copy is under way. Only what interrupts `sleep()` in its own thread sees this."""
     AWAY = "away"
     COMING = "coming"
 
@@ -121,21 +124,23 @@ class ParkedStorage(Guard):
         self.storage = self.tensors[0].untyped_storage()
 
     def depart(self) -> None:
-        """Its copy is under way: whoever uses it waits until this call of `sleep()` is over."""
+        """HERE → LEAVING: its copy is under way. A thread that uses it waits until this call of `sleep()` is over."""
+        self.stage = Stage.LEAVING
         tensors = self.tensors
         move_versions(tensors, 1)
         for tensor in tensors:
             send_away(tensor, self)
 
     def stay(self) -> None:
-        """It does not leave after all: there was a failure before, in, or behind `depart`."""
+        """LEAVING → HERE: it does not leave after all. There was a failure before, in, or behind `depart`."""
         departed = [tensor for tensor in self.tensors if guard_of(tensor) is self]
         for tensor in departed:
             bring_back(tensor)
         move_versions(departed, -1)
+        self.stage, self.storage = Stage.HERE, None
 
     def leave(self) -> None:
-        """HERE → AWAY: the values are on the host, and the device's memory goes back to the allocator."""
+        """LEAVING → AWAY: the values are on the host, and the device's memory goes back to the allocator."""
         assert self.range is not None
         self.free()
         self.stage = Stage.AWAY
@@ -176,7 +181,7 @@ class ParkedStorage(Guard):
     def use(self, how: str) -> None:
         """The values are about to be used: wait until they are back, or raise."""
         with self.lot.turn:
-            if self.stage is Stage.AWAY:
+            if self.stage in (Stage.LEAVING, Stage.AWAY):
                 raise asleep_error(self.label, how)
             self.back()
 
@@ -186,6 +191,9 @@ class ParkedStorage(Guard):
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.lot.turn:
+            if self.stage is Stage.LEAVING:  # a signal's handler: the values are still there
+                with unguarded():
+                    return tensor.detach()
             if self.stage is Stage.AWAY:
                 assert self.range is not None
                 self.remember(None)  # other code may write what it gets

@@ -222,7 +222,7 @@ class _Falling:
         self._dropping += dropping
         moving = [one for one in leaving if one not in dropping]
         started = time.perf_counter()
-        new = [one for one in moving if one.range is None]
+        new = {one for one in moving if one.range is None}
         known = {(sleeper, one) for one in moving for sleeper in found[one] if one in sleeper.parked}
 
         def depart() -> None:
@@ -237,21 +237,21 @@ class _Falling:
                 for one in moving:
                     one.hold()
                 self._copied[lot] = self._copied.get(lot, 0) + lot.store(moving, depart)
-            except BaseException:
+                self._seconds[lot] = self._seconds.get(lot, 0.0) + time.perf_counter() - started
                 with deferred_interrupts():
                     for one in moving:
+                        one.leave()
+                        self._left.append(one)
+            except BaseException:
+                with deferred_interrupts():  # what has left is woken by the caller
+                    staying = [one for one in moving if one.stage is not Stage.AWAY]
+                    for one in staying:
                         one.stay()
-                        one.storage = None
                         for sleeper in found[one]:
                             if (sleeper, one) not in known:
                                 sleeper.parked.pop(one, None)
-                    lot.forget(new)
+                    lot.forget(one for one in staying if one in new)
                 raise
-            self._seconds[lot] = self._seconds.get(lot, 0.0) + time.perf_counter() - started
-            with deferred_interrupts():
-                for one in moving:
-                    one.leave()
-                    self._left.append(one)
 
     def _guard(self, found: Found) -> None:
         left = set(self._left)

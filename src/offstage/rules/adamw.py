@@ -247,11 +247,11 @@ class AdamRule(Rule):
                 mine.copy_(theirs)
 
     def wrote(self, state: ParamState, weight: torch.Tensor) -> bool:
-        scratch = self._scratch.get(state.device) or self._scratch_of(state.device)  # it may rest meanwhile
-        expected = scratch.expected(state)
-        if weight.device == state.device:
-            observed = scratch.prints(state)[1]
-        else:  # it lives on the host, or sleeps there
+        found = self._scratch.get(state.device)
+        expected, observed = found.at_rest(state) if found is not None else None, None
+        if expected is None:
+            expected, observed, _ = self._scratch_of(state.device).prints(state)
+        if observed is None or observed.device != weight.device:  # it lives on the host, or sleeps there
             observed = torch.zeros(1, dtype=torch.int64, device=weight.device)
         with on_device(weight.device):
             _kernels_for(weight.device).fingerprint(weight, observed)
@@ -286,7 +286,8 @@ class _Scratch:
         self._make_tables(_ROWS)
         self._unused_prints: list[torch.Tensor] = []
         self._prints: WeakKeyDictionary[ParamState, _Cells] = WeakKeyDictionary()
-        self._prints_at_rest: WeakKeyDictionary[ParamState, torch.Tensor] = WeakKeyDictionary()
+        self._rested: WeakKeyDictionary[ParamState, torch.Tensor] = WeakKeyDictionary()
+        """Rows of `_prints` while it rests."""
         self._host_rows: dict[tuple[int, int], torch.Tensor] = {}
         self._unused_host_prints: list[torch.Tensor] = []
         self._host_prints: WeakKeyDictionary[ParamState, _Cells] = WeakKeyDictionary()
@@ -300,21 +301,35 @@ class _Scratch:
         """No device memory from now on. Nothing is under way."""
         if self.rests:
             return
-        self.rests = True
         states = list(self._prints)
-        rows = torch.stack([torch.cat(self._prints[state]) for state in states]).cpu() if states else ()
-        self._prints_at_rest.update(zip(states, rows, strict=True))
+        everything = [self.foreign, self.foreign_before, *(cell for state in states for cell in self._prints[state])]
+        numbers = torch.cat(everything).cpu()
+        self.foreign, self.foreign_before = numbers[:1], numbers[1:2]
+        self._rested.update(zip(states, numbers[2:].view(-1, 3), strict=True))
         self._prints.clear()
         self._unused_prints.clear()
-        self.foreign, self.foreign_before = self.foreign.cpu(), self.foreign_before.cpu()
         self.rows, self._host_rows, self._iteration = {}, {}, -1
         del self._coefficients, self._inputs
+        self.rests = True
 
+    @torch.inference_mode(False)  # a reader may bring it back, and the next step writes it
     def resume(self) -> None:
-        """It is used again."""
-        self.rests = False
-        self.foreign, self.foreign_before = self.foreign.to(self.device), self.foreign_before.to(self.device)
+        """It is used again: everything comes back in one copy, for which the host does not wait."""
+        states = list(self._rested)
+        rows = [self._rested[state] for state in states]
+        numbers = torch.cat([self.foreign, self.foreign_before, *rows])
+        if self.device.type != "cpu":
+            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+        self.foreign, self.foreign_before = numbers[:1], numbers[1:2]
+        self._prints.update(zip(states, map(_cells, numbers[2:].view(-1, 3)), strict=True))
+        self._rested.clear()
         self._make_tables(_ROWS)
+        self.rests = False
+
+    def at_rest(self, state: ParamState) -> torch.Tensor | None:
+        """The fingerprint that the weight of `state` should have, if it rests."""
+        rested = self._rested.get(state)
+        return None if rested is None else rested[:1]
 
     def follow(self, iteration: int) -> None:
         """Rows are of one step: the next one begins with none."""
@@ -338,21 +353,14 @@ class _Scratch:
             self._inputs = torch.empty(5, 2 * count, dtype=torch.float32, device=self.device)
         return self._inputs
 
+    @torch.inference_mode(False)
     def prints(self, state: ParamState) -> _Cells:
         """Fingerprints of one parameter's weight: (expected, observed, expected before a speculative update)."""
         if state not in self._prints:
             if not self._unused_prints:  # many at once: the allocator takes 512 bytes for a tensor of 24
                 self._unused_prints = list(torch.zeros(_PRINTS, 3, dtype=torch.int64, device=self.device))
-            row = self._unused_prints.pop()
-            if (rested := self._prints_at_rest.pop(state, None)) is not None:
-                row.copy_(rested)
-            self._prints[state] = _cells(row)
+            self._prints[state] = _cells(self._unused_prints.pop())
         return self._prints[state]
-
-    def expected(self, state: ParamState) -> torch.Tensor:
-        """The fingerprint that the weight should have, where it is: on the device, or at rest."""
-        rested = self._prints_at_rest.get(state)
-        return self.prints(state)[0] if rested is None else rested[:1]
 
     # For updates on the host
 
