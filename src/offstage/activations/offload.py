@@ -65,6 +65,11 @@ logger = logging.getLogger("offstage")
 
 
 @documents(ActivationConfig)
+def offloads_activations(model: nn.Module) -> bool:
+    """Whether `offload_activations` was called for the model or a part of it."""
+    return any(_offload_of(module) is not None for module in model.modules())
+
+
 def offload_activations(
     model: nn.Module, config: ActivationConfig | None = None, **overrides: Unpack[ActivationSettings]
 ) -> ActivationOffload:
@@ -77,7 +82,7 @@ def offload_activations(
             f"offload_activations() expects a torch.nn.Module; found {type(model).__name__}. Pass the model."
         )
     chosen = ActivationConfig.build(config, overrides)
-    if any(_offload_of(module) is not None for module in model.modules()):
+    if offloads_activations(model):
         raise ConfigError(
             "The activations of this model, or of a part of it, are offloaded already; expected once. Call remove() on "
             "the handle that the first call returned."
@@ -139,6 +144,8 @@ class ActivationOffload:
         """Forwards whose backward is still to come."""
         self._num_forwards = 0
         self._idle = IdleWatch(config, len(self._layers))
+        self.may_be_idle = False
+        """Whether it is no error that nothing moves."""
         self._last: ForwardPass | None = None
         self._handles: list[Any] = []
         self._recomputing: list[Recomputing] = []
@@ -302,7 +309,8 @@ class ActivationOffload:
         self._forwards.append(forward)  # first: whatever raises below, `_end` is called
         if not torch.is_grad_enabled() or is_recomputed(self):
             return
-        self._idle.check(self._choices, self._num_forwards, self.bytes_offloaded + self.bytes_remade, self._last)
+        if not self.may_be_idle:
+            self._idle.check(self._choices, self._num_forwards, self.bytes_offloaded + self.bytes_remade, self._last)
         for device in self._devices.values():
             device.run_releases()
             device.refuse_capture()

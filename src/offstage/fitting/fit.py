@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from offstage.config import OffloadConfig, parse_size
+from offstage.activations.offload import offloads_activations
+from offstage.config import OffloadConfig, format_size, parse_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.fitting.fitted import Fitted, empty_loop
 from offstage.memory.arena import cgroup_available, mem_available
@@ -111,6 +112,11 @@ def fit(
         job = dataclasses.replace(job, notes=("weights stay on the device: no layers were found that could leave it",))
     limits = _limits(device_peak, host_budget, found, device)
     known = _known_plan(plan, job)
+    if known is not None and known.predicted.device_bytes > limits.device:
+        raise ConfigError(
+            f"plan takes {format_size(known.predicted.device_bytes, up=True)} on the device; expected one within "
+            f"device_peak={format_size(limits.device)}. Leave plan out: fit() makes it again in a few iterations."
+        )
     least = least_memory(job, limits)
     if _ESTIMATED * least.device_bytes > limits.device or least.host_bytes > limits.host:
         error = ConfigError if least.device_bytes > limits.device else HostMemoryError
@@ -147,6 +153,12 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, setting
         raise ConfigError(
             f"fit() decides {', '.join(sorted(decided))} itself, or does not know it; expected of {', '.join(_GIVEN)}. "
             "Leave it out, or use offload() with settings of your own."
+        )
+    if offloads_activations(model):
+        raise ConfigError(
+            "The activations of this model, or of a part of it, are offloaded already, by offload_activations() or by "
+            "an earlier fit(); expected a model that fit() may decide for. Call remove() on that handle, or close() on "
+            "that optimizer."
         )
     if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:  # by torch.compile(model), model.compile()
         raise ConfigError(

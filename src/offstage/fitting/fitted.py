@@ -26,6 +26,7 @@ from offstage.errors import ConfigError, HostMemoryError, OffloadIneffectiveErro
 from offstage.fitting.watch import LoopWatch, kind_of
 from offstage.lanes.lanes import Lane
 from offstage.lanes.link import link_for, measure_duplex
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import Hook, layers_of
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.planning.choices import Choice
@@ -54,7 +55,9 @@ _SEEN = 0.97
 _TIGHT = 0.985
 """Share of the limit that plans use: what is left is for what was not seen."""
 _SLOWER = 1.2
-"""An iteration that takes so much longer than it did calls for a new plan."""
+"""An iteration that takes so much longer than it did, at two looks, calls for a new plan."""
+_MOST_SHORT = 8
+"""Iterations more that are tried, if the one to be timed is of smaller micro-batches than those that were measured."""
 
 
 _IN_PARTS = (
@@ -99,8 +102,10 @@ class Fitted:
         self._hook: Any = None
         self._elements = self._forwards = self._corrections = self._since = 0
         self._given: FitPlan | None = None
-        self._stamp: Any = None
+        self._begun: Any = None
+        """When this iteration's first forward began: what comes between two iterations is not theirs."""
         self._settled_ms = 0.0
+        self._was_slower = False
         self._tried: dict[Setting, float] = {}
         """How long an iteration took with each setting that stayed under the limit."""
         self._watch = LoopWatch(
@@ -141,6 +146,7 @@ class Fitted:
             return
         if is_needed and self._handle is None:
             self._handle = offload_activations(model, min_bytes=self._min_bytes, keep_last=0)
+            self._handle.may_be_idle = True  # it is there to be watched, too
         if self._handle is not None and not is_needed:
             self._handle.remove()
             self._handle = None
@@ -175,6 +181,8 @@ class Fitted:
         leaves = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)]
         self._elements = sum(leaf.numel() for leaf in leaves)
         self._forwards += 1
+        if self._forwards == 1:
+            self._begun = self._lanes.stamp(Lane.CALLER)
         if self.plan is not None:
             self._make_room()
         elif self.stage is Stage.WATCHING and self._handle is None:  # which would tell
@@ -190,6 +198,7 @@ class Fitted:
             return
         assert self.plan is not None
         self.job = dataclasses.replace(self.job, loop=grown)
+        self._tried.clear()  # they were tried with less
         if predict(self.job, self.plan.setting).device_bytes <= self.limits.device:
             return
         logger.info(
@@ -210,8 +219,15 @@ class Fitted:
         if self.stage is Stage.WATCHING:
             self._watch.begin_step()
 
+    def gradients_dropped(self) -> None:
+        """What forwards have made so far is not used: a step was skipped, or a backward failed."""
+        self._forwards = 0
+
     def end_step(self) -> None:
         self.iterations += 1
+        if self.plan is not None and 0 < self._forwards < self.job.loop.micro_batches:
+            loop = dataclasses.replace(self.job.loop, micro_batches=self._forwards)
+            self.job = dataclasses.replace(self.job, loop=loop)
         self._forwards, self._since = 0, self._since + 1
         if self.stage is Stage.WATCHING:
             self._watch.end_step()
@@ -225,12 +241,16 @@ class Fitted:
         if self._given is not None and self.iterations >= _WATCHED:
             self._watch.stop()
             given, self._given = self._given, None
-            self._switch(given)
+            try:
+                self._switch(given)
+            except (HostMemoryError, OffloadIneffectiveError) as error:
+                self._stay(error)
             return
         if self.iterations < _WATCHED or not self._watch.is_complete:
             if self.iterations >= _MOST_WATCHED:
                 self._watch.stop()
                 self.stage = Stage.SETTLED
+                self._offload_activations(self._choices())  # unwatched
                 logger.warning(
                     "fit: %d iterations did not run every one of the model's %d layers forward and backward; the job "
                     "goes on as it began, with all that can be there on the host",
@@ -243,7 +263,10 @@ class Fitted:
         loop = self._watch.loop()
         self._watch.stop()
         notes = self.job.notes
-        at_once = self._runtime.overlap is None or self._runtime.overlap.brings_at_once
+        overlap = self._runtime.overlap
+        at_once = overlap is None or (
+            overlap.brings_at_once and not (loop.micro_batches > 1 and overlap.brings_some_in_parts)
+        )
         if self.job.may_update_in_backward and not at_once:
             notes = (*notes, _IN_PARTS)
         self.job = dataclasses.replace(
@@ -270,19 +293,25 @@ class Fitted:
                 self._offload_activations(self._watched.choices)
                 return
             plan = self._planned(least_memory(self.job, self.limits).setting)
-        before = self._choices()
         try:
             self._switch(plan)
-        except OffloadIneffectiveError as error:  # nothing has changed but what layers do
-            logger.warning("fit: the job goes on as it was: %s", error)
-            self.stage = Stage.SETTLED
-            self._offload_activations(before)
+        except OffloadIneffectiveError as error:
+            self._stay(error)
         except HostMemoryError as error:
             if not self.job.may_move_state:
-                raise
+                self._stay(error)
+                return
             logger.warning("fit: state stays where it is: %s", error)
             self.job = dataclasses.replace(self.job, may_move_state=False)
             self._plan_anew()
+
+    def _stay(self, error: Exception) -> None:
+        """A switch has changed nothing."""
+        logger.warning("fit: the job goes on as it was: %s", error)
+        if self.plan is None:
+            self.plan = self._planned(self._watched)
+        self.stage = Stage.SETTLED
+        self._offload_activations(self._choices())  # unwatched
 
     def _planned(self, setting: Setting | None = None) -> FitPlan:
         """The plan of `setting`, or the fastest one that leaves a little of the limit."""
@@ -290,33 +319,55 @@ class Fitted:
         return dataclasses.replace(plan_job(self.job, tight, setting), limits=self.limits)
 
     def _switch(self, plan: FitPlan) -> None:
+        """Go over to `plan`. If that fails, or is interrupted, nothing has changed."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        self.stage = Stage.TRYING
-        self._offload_activations(plan.setting.choices)
-        with self._runtime.deciding():
-            optimizer.replan(**plan.overrides)  # type: ignore[arg-type]
-        self._runtime.hold_updates = False  # only now: speculation needs a second set of the state as it is placed now
-        self._bind()
-        self.plan, self._since, self._stamp = plan, 0, None
-        self._lanes.reset_peak()
+        before = self.stage, self._choices()
+        with deferred_interrupts():
+            try:
+                self.stage = Stage.TRYING
+                self._offload_activations(plan.setting.choices)
+                with self._runtime.deciding():
+                    optimizer.replan(**plan.overrides)  # type: ignore[arg-type]
+            except BaseException:
+                self.stage = before[0]
+                self._offload_activations(before[1])
+                self._bind()
+                raise
+            self._runtime.hold_updates = False  # only now: speculation needs a second set of the state as it is placed
+            self._bind()
+            self.plan, self._since, self._was_slower = plan, 0, False
+            self._lanes.reset_peak()
         logger.info("fit: %s", plan.summary())
 
     # Looking back #
 
     def _end_tried(self) -> None:
-        now = self._lanes.stamp(Lane.CALLER)
-        before, self._stamp = self._stamp, now
-        if before is None or self._since < _TRIED:
+        if self._begun is None or self._since < _TRIED:
             return
         assert self.plan is not None
-        took_ms, peak = self._lanes.elapsed_ms(before, now), self._lanes.peak_bytes()
-        if peak <= self.limits.device:
-            self._tried[self.plan.setting] = took_ms
-        self._learn(took_ms, peak)
-        if self._corrections < _CORRECTIONS and self._try_another(took_ms, peak):
+        took_ms, peak = self._took_ms(), self._lanes.peak_bytes()
+        is_over = peak > self.limits.device
+        if not is_over and not self._is_whole and self._since < _TRIED + _MOST_SHORT:
             return
-        self._settle(took_ms, is_over=peak > self.limits.device)
+        if self._is_whole:
+            if not is_over:
+                self._tried[self.plan.setting] = took_ms
+            self._learn(took_ms, peak)
+        elif is_over:
+            self._learn_peak(self.plan.setting, peak, share=0.0)
+        if (self._is_whole or is_over) and self._corrections < _CORRECTIONS and self._try_another(took_ms, peak):
+            return
+        self._settle(took_ms, is_over=is_over)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the last micro-batch was as large as the largest that the plan is for."""
+        return self._elements >= self.job.loop.input_elements
+
+    def _took_ms(self) -> float:
+        """This iteration, from its first forward to the end of its step."""
+        return self._lanes.elapsed_ms(self._begun, self._lanes.stamp(Lane.CALLER))
 
     def _learn(self, took_ms: float, peak: int) -> None:
         """What the setting took, beside what was predicted, corrects the predictions of all."""
@@ -358,28 +409,28 @@ class Fitted:
     def _settle(self, took_ms: float, *, is_over: bool) -> None:
         """Stay, or go back to what was the fastest of those that were tried."""
         assert self.plan is not None
-        best = min(self._tried, key=lambda setting: self._tried[setting], default=self.plan.setting)
+        fitting = [one for one in self._tried if predict(self.job, one).device_bytes <= self.limits.device]
+        best = min(fitting, key=self._tried.__getitem__, default=self.plan.setting)
         if best != self.plan.setting and (is_over or self._tried[best] < (1.0 - _CLOSE / 2) * took_ms):
-            self._switch(self._planned(best))
-            took_ms = self._tried[best]
+            try:
+                self._switch(self._planned(best))
+                took_ms = self._tried[best]
+            except HostMemoryError as error:
+                self._stay(error)
         else:
             self.plan = self._planned(self.plan.setting)
-        self.stage, self._since, self._stamp, self._settled_ms = Stage.SETTLED, 0, None, took_ms
+        self.stage, self._since = Stage.SETTLED, 0
+        self._settled_ms, self._was_slower = (took_ms if self._is_whole else 0.0), False
         self._tried.clear()
         self._lanes.reset_peak()
         logger.info("fit: settled after %d iterations, %s", self.iterations, self.plan.summary())
 
     def _look(self) -> None:
         """Now and then: has the peak come over the limit, or an iteration become slower?"""
-        peak, now = self._lanes.peak_bytes(), self._lanes.stamp(Lane.CALLER)
-        before, self._stamp = self._stamp, now
-        took_ms = (
-            self._lanes.elapsed_ms(before, now) / _LOOKS_EVERY
-            if before is not None and self._since > _LOOKS_EVERY
-            else 0.0
-        )
+        peak, took_ms = self._lanes.peak_bytes(), self._took_ms()
         is_over = self.limits.device < peak
-        is_slower = bool(self._settled_ms) and took_ms > _SLOWER * self._settled_ms
+        seems_slower = self._is_whole and bool(self._settled_ms) and took_ms > _SLOWER * self._settled_ms
+        is_slower, self._was_slower = seems_slower and self._was_slower, seems_slower
         if self.plan is None or not (is_over or is_slower):
             return
         if is_slower:

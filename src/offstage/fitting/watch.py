@@ -93,10 +93,9 @@ class LoopWatch:
     def begin_iteration(self) -> None:
         """Forget the iteration before."""
         self.micro_batches = 0
-        self.clips = self.reads_gradients = False
+        self.clips = False
         self._sections, self._saved, self._now, self._waits = {}, {}, None, deque(maxlen=_MOST_WAITS)
         link_for(self.device).caller_waits.spans = self._waits
-        self.runtime.uses.count = 0
         self._began = self.lanes.stamp(Lane.CALLER)
 
     def stop(self) -> None:
@@ -133,7 +132,7 @@ class LoopWatch:
     def begin_step(self) -> None:
         """`step()` begins."""
         self.clips = self.runtime.iteration.norm is not None
-        self.reads_gradients = self.runtime.uses.count > 0
+        self.reads_gradients = self.runtime.uses.count > 0  # in any iteration so far
         self._begin(_STEP, 0)
 
     def end_step(self) -> None:

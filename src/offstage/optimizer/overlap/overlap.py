@@ -173,6 +173,11 @@ class Overlap:
         """Whether an iteration has shown gradients that come in one part: only such can be used in backward."""
         return not self.selection.is_learning
 
+    @property
+    def brings_some_in_parts(self) -> bool:
+        """Whether an iteration has shown gradients that come in several parts, beside others that do not."""
+        return self.selection.some_in_parts
+
     def fallbacks(self) -> list[str]:
         """What does not happen as it was asked for."""
         off = "a graph was captured: step() does everything" if self._off else None

@@ -45,6 +45,8 @@ class BackwardSelection:
         self._once: frozenset[torch.Tensor] = frozenset()
         self._never: frozenset[torch.Tensor] = frozenset()
         """Parameters that are always left to `step()`."""
+        self.some_in_parts = False
+        """Some gradients have come in several parts while others came at once."""
         self._left: Mapping[tuple[Engine, Placement], float] = {}
         self._backwards = 0
         self._measured = False
@@ -56,6 +58,7 @@ class BackwardSelection:
         self._backwards += with_updates
         before, once = self._once, {param for param, times in fired.items() if times == 1}
         if once:  # otherwise a whole backward was run again, and nothing is learned from that
+            self.some_in_parts |= bool(fired.keys() - once)
             self._never |= fired.keys() - once
             self._once = (self._once | once) - self._never
         if not self._config.update_in_backward:  # it may be switched on later
