@@ -219,12 +219,9 @@ class Fitted:
         if self.stage is Stage.WATCHING:
             self._watch.begin_step()
 
-    def gradients_dropped(self) -> None:
-        """What forwards have made so far is not used: a step was skipped, or a backward failed."""
-        self._forwards = 0
-
     def end_step(self) -> None:
         self.iterations += 1
+        # There may have been more: of a step that was skipped, of a backward that failed.
         if self.plan is not None and 0 < self._forwards < self.job.loop.micro_batches:
             loop = dataclasses.replace(self.job.loop, micro_batches=self._forwards)
             self.job = dataclasses.replace(self.job, loop=loop)

@@ -77,9 +77,6 @@ class Watcher(Protocol):
     def end_step(self) -> None:
         """`step()` is over, and settings may change."""
 
-    def gradients_dropped(self) -> None:
-        """Gradients are zeroed."""
-
     def remove(self) -> None:
         """The optimizer is closed."""
 
@@ -450,8 +447,6 @@ class Runtime:
 
     def drop_gradients(self) -> None:
         """Gradients are about to be zeroed: updates that were made with them go too, where that is possible."""
-        if self.watcher is not None:
-            self.watcher.gradients_dropped()
         iteration = self.iteration
         if iteration.speculative or not iteration.early:
             iteration.revert(drop_norm=True)
