@@ -1478,18 +1478,24 @@ def test_close_gives_gradients_back(config):
             assert torch.equal(found.grad, other.grad), name
 
 
-@pytest.mark.parametrize("in_a_cycle", [False, True])
+@pytest.mark.parametrize("in_a_cycle", ["nothing", "the optimizer", "the model, too"])
 @EACH
 def test_a_dropped_optimizer_has_made_its_last_update(mode, in_a_cycle):
-    """Also those that wait for the next forward."""
+    """Also those that wait for the next forward, and where nothing but the parameters is kept."""
     expected, plain = offloaded(config=SMALL)
     iterate(expected, plain, range(4))
     for seed in SEEDS:
         with lazily(seed):
             model, optimizer = offloaded(config=MODES[mode])
             iterate(model, optimizer, range(4))
-            if in_a_cycle:  # found by the garbage collector, which clears weak references first
+            if in_a_cycle != "nothing":  # found by the garbage collector, which clears weak references first
                 optimizer.cycle = optimizer
+            if in_a_cycle == "the model, too":
+                optimizer.trains, params, model = model, dict(model.named_parameters()), None
+                del optimizer
+                gc.collect()
+                assert_same_tree(params, dict(expected.named_parameters()))
+                continue
             del optimizer
             gc.collect()
             assert_same_tree(weights(model), weights(expected))

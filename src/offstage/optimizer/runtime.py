@@ -649,6 +649,7 @@ class Runtime:
         if weights is None or is_exiting() or any(engine.transport.is_inherited for engine in self.engines):
             return
         if any(engine.postponed is not None for engine in self.engines):
+            weights.link_again()
             for engine in self.engines:
                 engine.finish_postponed()
             weights.settle()

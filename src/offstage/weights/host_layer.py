@@ -35,7 +35,7 @@ class HostWeight:
     def __init__(self, name: str, param: nn.Parameter, layer: HostLayer, offset: int, host: torch.Tensor) -> None:
         """`host`: flat host memory for it; `offset`: of its bytes in the layer's copy."""
         self.name, self.param, self.device = name, param, layer.device
-        self._layer = weakref.ref(layer)  # which owns this: no cycle, so that dropping it frees its memory at once
+        self._layer = weakref.ref(layer)
         self.host = host
         self.spare: torch.Tensor | None = None
         """Where speculative updates go."""
@@ -50,6 +50,10 @@ class HostWeight:
         """Its last update is not settled."""
         self.host.view(self._shape).copy_(param.data)
         param.data = self.host.view(self._shape)
+
+    def link(self, layer: HostLayer) -> None:
+        """`layer` owns this. It is known weakly: without a cycle, dropping it frees its memory at once."""
+        self._layer = weakref.ref(layer)
 
     @property
     def layer(self) -> HostLayer:
@@ -214,7 +218,7 @@ class HostLayer:
         self.used: Mark = None
         """Behind the last store from the copy."""
         self.bring: Callable[[], object] = self.fetch
-        """Sends for it; whoever counts the layers on the device may make room first."""
+        """Sends for it."""
         self._lanes, self._timer, self._pin = lanes, timer, pin
         self._place: Place = None
         self._waited = False
@@ -235,6 +239,12 @@ class HostLayer:
     @property
     def host_bytes(self) -> int:
         return sum(arena.nbytes for arena in (*self._arenas.values(), *self._spares))
+
+    def link(self, bring: Callable[[], object]) -> None:
+        """`bring` is called for updates: whoever owns this may make room first."""
+        self.bring = bring
+        for weight in self.weights:
+            weight.link(self)
 
     def use(self, lanes: Lanes, timer: StepTimer) -> None:
         """Other lanes from now on. Nothing is under way."""

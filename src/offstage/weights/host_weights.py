@@ -175,7 +175,7 @@ class HostWeights:
     def _adopt(self, layer: HostLayer) -> None:
         module = layer.module
         self._layers[module] = layer
-        layer.bring = functools.partial(_bring, weakref.ref(self), module)
+        self._link(layer)
         for weight in layer.weights:
             _on_host[weight.param] = weight
             set_home(weight.param, layer.device)
@@ -186,6 +186,14 @@ class HostWeights:
         model = self._model()
         assert model is not None
         self._order = [one for one in model.modules() if one in self._layers]  # the next forward says it better
+
+    def _link(self, layer: HostLayer) -> None:
+        layer.link(functools.partial(_bring, weakref.ref(self), layer.module))
+
+    def link_again(self) -> None:
+        """The garbage collector, which calls `__del__`, has cleared the weak references that layers and weights use."""
+        for layer in self._layers.values():
+            self._link(layer)
 
     def release(self, module: nn.Module) -> Callable[[], None]:
         """The weights of one layer are ordinary tensors again, on their device; or it fails, and nothing has changed.
