@@ -64,12 +64,12 @@ from offstage.weights.saved_weight import SavedWeight
 logger = logging.getLogger("offstage")
 
 
-@documents(ActivationConfig)
 def offloads_activations(model: nn.Module) -> bool:
     """Whether `offload_activations` was called for the model or a part of it."""
     return any(_offload_of(module) is not None for module in model.modules())
 
 
+@documents(ActivationConfig)
 def offload_activations(
     model: nn.Module, config: ActivationConfig | None = None, **overrides: Unpack[ActivationSettings]
 ) -> ActivationOffload:
