@@ -478,6 +478,17 @@ def test_what_leaves_the_device_lowers_the_peak():
     )
 
 
+def test_weights_that_return_are_device_memory_again():
+    with make() as device:
+        model = Model(WIDTH)
+        device.adopt(model)
+        everything = device.allocated_bytes
+        optimizer = offstage.offload(torch.optim.AdamW(model.parameters()), model, weights="host", min_bytes=0)
+        assert device.allocated_bytes < everything
+        optimizer.replan(weights="device")
+        assert all(device.memory.holds(param.untyped_storage()) for param in model.parameters())
+
+
 def test_times_and_peaks_are_the_same_every_time():
     found, again = run("weights, both", activations=True), Run({}, **HOW["weights, both"])
     assert (found.ms, found.peak, found.receipt) == (again.ms, again.peak, again.receipt)

@@ -177,7 +177,8 @@ class HostWeight:
         self._guard = None
         self.adopt()
         unguard(self.param)
-        self._become(self.param.data.to(device, copy=True))
+        found = self.param.data
+        self._become(torch.empty(found.shape, dtype=found.dtype, device=device).copy_(found))
 
     def take_back(self) -> None:
         """The parameter is the host's tensor after all."""
