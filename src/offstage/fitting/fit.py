@@ -89,7 +89,7 @@ def fit(
     With `update_in_backward` use `optimizer.clip_grad_norm_`, and `optimizer.accumulate()` around the backwards of
     earlier micro-batches; a loop that does not is recognised, and loses only time.
     """
-    _check_arguments(model, optimizer, settings)
+    _check_arguments(model, optimizer, settings, activations=activations)
     config = OffloadConfig.build(None, {name: value for name, value in settings.items() if name != "threads"})
     loop = empty_loop(model)
     sizes = _sizes_of(model, optimizer, config)
@@ -125,7 +125,9 @@ def fit(
         job = dataclasses.replace(
             job, loop=known.loop, unseen_bytes=dict(known.unseen_bytes), slowdowns=dict(known.slowdowns)
         )
-    began_with = _first(least.setting)
+    # Earlier micro-batches may leave gradients on the device; there may be none.
+    several = dataclasses.replace(job, loop=dataclasses.replace(job.loop, micro_batches=2))
+    began_with = _first(least_memory(several, limits).setting)
     overrides = job.overrides(began_with)
     fitted_config = dataclasses.replace(config, **overrides)  # type: ignore[arg-type]
     if not fitted_config.moves_weights:  # otherwise what does not stay on the host goes to the device by itself
@@ -141,7 +143,9 @@ def _first(least: Setting) -> Setting:
     return dataclasses.replace(least, update_in_backward=not least.hosted, overlap_forward=False, host_share=0.0)
 
 
-def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]) -> None:
+def _check_arguments(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], *, activations: bool
+) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"fit() expects a torch.nn.Module first; found {type(model).__name__}. Write fit(model, optimizer, "
@@ -164,6 +168,12 @@ def _check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, setting
         raise ConfigError(
             f"fit() works layer by layer; found a {type(model).__name__} that is compiled as a whole. Compile its "
             "layers one by one instead (model.layers[i] = torch.compile(model.layers[i])), then call this."
+        )
+    if activations and getattr(getattr(model, "config", None), "use_cache", None) is True:  # as in transformers
+        raise ConfigError(
+            "fit() may run a layer's forward again in backward; expected layers without a cache, found a "
+            f"{type(model).__name__} with config.use_cache=True, whose layers would write to it twice. Set "
+            "model.config.use_cache = False for training."
         )
     if uses_ddp(model) or (torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1):
         raise ConfigError(

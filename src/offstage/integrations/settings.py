@@ -74,12 +74,6 @@ class Settings:
             )
         is_compiled = hasattr(model, "_orig_mod") or model._compiled_call_impl is not None
         self.refuse_compiled(is_compiled, f"a {type(model).__name__}")  # fit() would say so too late
-        if getattr(getattr(model, "config", None), "use_cache", None) is True and self.fit.get("activations", True):
-            raise ConfigError(
-                f"device_peak may run a layer's forward again in backward; expected layers without a cache, found a "
-                f"{type(model).__name__} with config.use_cache=True, whose layers would write to it twice. Set "
-                "model.config.use_cache = False for training."
-            )
         wanted = dict(self.fit)
         if not_in_backward is not None and wanted.get("update_in_backward", True):
             logger.info("fit: weights are not updated in backward: %s", not_in_backward)
