@@ -30,7 +30,7 @@ from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import Hook, layers_of
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.planning.choices import Choice
-from offstage.planning.choosing import Limits, least_memory, predict
+from offstage.planning.choosing import Limits, Predicted, least_memory, predict
 from offstage.planning.fit_plan import FitPlan, plan_job
 from offstage.planning.job import Job, Setting
 from offstage.planning.loop import LayerLoad, Loop
@@ -44,7 +44,7 @@ _MOST_WATCHED = 6
 _TRIED = 3
 """Iterations after each switch: the first ones learn, and give back what they do not need; the last one counts."""
 _CORRECTIONS = 4
-_CLOSE = 0.02
+_CLOSE = 0.01
 """A plan is made anew for time or memory if that gains more than this share."""
 _LOOKS_EVERY = 32
 """Iterations from one look at peak and time to the next."""
@@ -269,7 +269,9 @@ class Fitted:
         self.job = dataclasses.replace(
             self.job, loop=loop, notes=notes, may_update_in_backward=self.job.may_update_in_backward and at_once
         )
-        self._learn_peak(self._watched, self._watch.most_bytes, share=1.0)
+        # Updates were held back, and so nothing was kept for the case that a norm undoes them.
+        ran = dataclasses.replace(self.job, loop=dataclasses.replace(loop, clips=False))
+        self._learn_peak(predict(ran, self._watched), self._watch.most_bytes, share=1.0)
         self._plan_anew()
 
     @property
@@ -352,7 +354,7 @@ class Fitted:
                 self._tried[self.plan.setting] = took_ms
             self._learn(took_ms, peak)
         elif is_over:
-            self._learn_peak(self.plan.setting, peak, share=0.0)
+            self._learn_peak(predict(self.job, self.plan.setting), peak, share=0.0)
         if (self._is_whole or is_over) and self._corrections < _CORRECTIONS and self._try_another(took_ms, peak):
             return
         self._settle(took_ms, is_over=is_over)
@@ -373,11 +375,12 @@ class Fitted:
         plain = predict(dataclasses.replace(job, slowdowns={}), setting)
         slowdowns = {**job.slowdowns, setting.kind: took_ms / plain.iteration_ms} if plain.iteration_ms else {}
         self.job = dataclasses.replace(job, slowdowns=slowdowns)
-        self._learn_peak(setting, peak, share=0.5)  # what this setting does not take, another one may
+        # What this setting does not take, another one may.
+        self._learn_peak(predict(self.job, setting), peak, share=0.5)
 
-    def _learn_peak(self, setting: Setting, peak: int, *, share: float) -> None:
+    def _learn_peak(self, predicted: Predicted, peak: int, *, share: float) -> None:
         """Correct the predictions of peaks: by all that was missing, or by a share of what was too much."""
-        wrong = peak - predict(self.job, setting).device_bytes if peak else 0
+        setting, wrong = predicted.setting, peak - predicted.device_bytes if peak else 0
         wrong = int(share * wrong) if wrong < 0 else wrong
         unseen = {**self.job.unseen_bytes, setting.memory_kind: self.job.unseen_of(setting) + wrong}
         self.job = dataclasses.replace(self.job, unseen_bytes=unseen)
@@ -408,7 +411,7 @@ class Fitted:
         assert self.plan is not None
         fitting = [one for one in self._tried if predict(self.job, one).device_bytes <= self.limits.device]
         best = min(fitting, key=self._tried.__getitem__, default=self.plan.setting)
-        if best != self.plan.setting and (is_over or self._tried[best] < (1.0 - _CLOSE / 2) * took_ms):
+        if best != self.plan.setting and (is_over or self._tried[best] < (1.0 - _CLOSE) * took_ms):
             try:
                 self._switch(self._planned(best))
                 took_ms = self._tried[best]
@@ -443,7 +446,7 @@ class Fitted:
             )
             logger.info("fit: an iteration takes %.1f ms instead of %.1f; planned anew", took_ms, self._settled_ms)
         if is_over:
-            self._learn_peak(self.plan.setting, peak, share=0.0)
+            self._learn_peak(predict(self.job, self.plan.setting), peak, share=0.0)
             logger.warning("fit: the peak was %s, over device_peak; planned anew", format_size(peak))
         self._corrections = 0
         self._plan_anew()

@@ -11,12 +11,10 @@ import itertools
 from dataclasses import dataclass
 
 from offstage.config import OffloadConfig
-from offstage.planning.job import Job, Setting
+from offstage.planning.job import MOST_LAYERS_ON_DEVICE, Job, Setting
 from offstage.planning.plan import HOST_SLOTS
 from offstage.planning.predict import COLLECTED, GRADIENTS_IN_FLIGHT, HOST_CHUNK, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
 
-_LAYERS_ON_DEVICE = 4
-"""Layers whose weights are on the device at once, where they live on the host."""
 _LAYERS_WITH_GRADIENTS = 3
 
 
@@ -51,7 +49,7 @@ class _Counted:
         self.trained_before = list(itertools.accumulate((part.trained for part in parts), initial=0))
         moved = sum(part.movable for part in self.hosted)
         self.hosted_weights = moved
-        self.weights = sum(part.weights for part in parts) - moved + min(moved, _LAYERS_ON_DEVICE * self.largest)
+        self.weights = sum(part.weights for part in parts) - moved + min(moved, MOST_LAYERS_ON_DEVICE * self.largest)
         kept = job.resident_bytes(setting)
         self.kept = sum(kept)
         self.leaves = job.state - self.kept

@@ -21,6 +21,9 @@ from offstage.planning.plan import slot_bytes_for
 from offstage.planning.predict import Rates, rates_of
 from offstage.planning.sizes import ParamSize
 
+MOST_LAYERS_ON_DEVICE = 4
+"""Layers whose weights are on the device at once, where they live on the host."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -94,7 +97,9 @@ class Setting:
     @property
     def memory_kind(self) -> str:
         """Settings of one such kind have the same things on the device at their peak."""
-        where = "weights on the host" if self.hosted else "weights on the device"
+        # Those that are on the device at once are as many in all jobs with that many layers, or more, on the host.
+        hosted = min(self.hosted, MOST_LAYERS_ON_DEVICE)
+        where = f"weights of {hosted} or more layers on the host" if hosted else "weights on the device"
         return f"{where}, updates in backward" if self.update_in_backward else where
 
 
