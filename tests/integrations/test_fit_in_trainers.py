@@ -218,7 +218,7 @@ def test_a_norm_that_nothing_is_clipped_by(caplog):
 def test_fitted_by_hand():
     runs = []
     for kind in ("off", "fit"):
-        model = hf.make_model(num_hidden_layers=4)
+        model = hf.make_model(num_hidden_layers=4, use_cache=False)
         made = torch.optim.AdamW(model.parameters(), lr=1e-2)
         made = offstage.fit(model, made, **IN_BACKWARD) if kind == "fit" else offstage.offload(made, model, **OFF)
         trainer = hf.make_trainer(tempfile.mkdtemp(), model=model, named={"optimizers": (made, None)}, **LOOP)

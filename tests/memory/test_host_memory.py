@@ -110,6 +110,14 @@ def test_what_another_process_has_claimed_is_not_left(host):
     check_host_memory(100 * MIB, None).release()
 
 
+def test_what_cannot_be_had_is_never_claimed(host, monkeypatch):
+    """Another process that looks meanwhile would be refused for it."""
+    allow(host, 100 * MIB)
+    monkeypatch.setattr(arena, "Claim", None)
+    with pytest.raises(HostMemoryError, match="needs 101"):
+        check_host_memory(101 * MIB, None)
+
+
 def test_memory_that_was_taken_is_not_counted_twice(host):
     """The kernel counts it: with the claim, half of the memory would look as if it were twice as much."""
     allow(host, 100 * MIB)  # with what the child has taken

@@ -139,8 +139,8 @@ def fit(
 
 
 def _first(least: Setting) -> Setting:
-    """How a job begins. Gradients of weights on the host leave in any case, and none is updated before the plan."""
-    return dataclasses.replace(least, update_in_backward=not least.hosted, overlap_forward=False, host_share=0.0)
+    """How a job begins. All gradients leave, so that who uses them is seen; no update is made before the plan."""
+    return dataclasses.replace(least, update_in_backward=True, overlap_forward=False, host_share=0.0)
 
 
 def _check_arguments(

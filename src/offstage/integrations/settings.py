@@ -130,8 +130,9 @@ def updates_in_backward(optimizer: OffloadedOptimizer) -> bool:
 def may_update_in_backward(optimizer: OffloadedOptimizer) -> bool:
     """Whether backward updates weights, or will if `fit()` decides so: its gradients are clipped by the optimizer."""
     watcher = runtime_of(optimizer).watcher
-    allows = isinstance(watcher, Fitted) and watcher.job.may_update_in_backward
-    return optimizer.config.update_in_backward or allows
+    if isinstance(watcher, Fitted):  # which watches with all gradients leaving, whatever it may decide
+        return watcher.job.may_update_in_backward
+    return optimizer.config.update_in_backward
 
 
 def may_overlap_forward(optimizer: OffloadedOptimizer) -> bool:

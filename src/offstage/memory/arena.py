@@ -198,15 +198,24 @@ def check_host_memory(
         return Claim(0)
     beside = {name: nbytes for name, nbytes in (beside or {}).items() if nbytes}
     need, own = need_bytes + sum(beside.values()), own_outstanding()
-    claim = Claim(need)  # before looking at the claims of others, who may be doing the same now
-    for name, available, others in _limits():
-        if need + own + sum(one.nbytes for one in others) > available:
-            claim.release()
+
+    def check(limit: str, available: int, rivals: Sequence[Outstanding]) -> None:
+        if need + own + sum(one.nbytes for one in rivals) > available:
             parts = "".join(f", {format_size(nbytes)} for {part}" for part, nbytes in beside.items())
             raise HostMemoryError(
-                f"{what} needs {format_size(need_bytes)} of host memory{parts}; {name} {format_size(available)}"
-                f"{_claimed_by(own, others)}. {remedy}"
+                f"{what} needs {format_size(need_bytes)} of host memory{parts}; {limit} {format_size(available)}"
+                f"{_claimed_by(own, rivals)}. {remedy}"
             )
+
+    for name, available, _ in _limits():  # what cannot be had in any case stands in nobody's way
+        check(name, available, ())
+    claim = Claim(need)  # before looking at the claims of others, who may be doing the same now
+    try:
+        for limit in _limits():
+            check(*limit)
+    except BaseException:
+        claim.release()
+        raise
     return claim
 
 
