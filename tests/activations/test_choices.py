@@ -437,15 +437,18 @@ class Recorder:
 
     def __init__(self):
         self.told = []
+        self.here = {}
 
     def begin_forward(self, in_flight):
         self.told.append(("begin_forward", in_flight))
 
-    def enter(self, layer):
+    def enter(self, layer, here_bytes):
         self.told.append(("enter", layer))
+        self.here["enter", layer] = here_bytes
 
-    def leave(self, layer):
+    def leave(self, layer, here_bytes):
         self.told.append(("leave", layer))
+        self.here["leave", layer] = here_bytes
 
     def saved(self, layer, nbytes, *, is_remade):
         assert nbytes > 0
@@ -545,6 +548,17 @@ def test_order_and_what_is_here_in_backward(choice, seed):
         assert most < saved
     if choice is KEEP:  # each layer's go when it is done
         assert next(here for _, layer, here in asked if layer == 0) == recorder.bytes_of("saved", 0)
+
+
+def test_what_is_here_in_forward():
+    """What layers keep; what leaves does not stay behind the last one, if all leave: there the head begins."""
+    recorder, _ = observed(lambda: Stack(Block, LAYERS), [KEEP] * LAYERS)
+    saved = list(itertools.accumulate((recorder.bytes_of("saved", layer) for layer in range(LAYERS)), initial=0))
+    assert [recorder.here["enter", layer] for layer in range(LAYERS)] == saved[:-1]
+    assert [recorder.here["leave", layer] for layer in range(LAYERS)] == saved[1:]
+    for choices in ([OFFLOAD] * LAYERS, [RECOMPUTE] * LAYERS, [RECOMPUTE] * (LAYERS - 1) + [OFFLOAD]):
+        recorder, _ = observed(lambda: Stack(Block, LAYERS), choices)
+        assert recorder.here["leave", LAYERS - 1] == 0
 
 
 def test_no_layer_has_saved_what_the_head_holds():

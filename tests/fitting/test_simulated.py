@@ -2,24 +2,36 @@
 """`fit` on a simulated device: within the limit in every iteration, nearly as fast as the best of all settings."""
 
 import functools
+from typing import NamedTuple
 
 import pytest
 
 from offstage.errors import ConfigError, OffstageError
 from offstage.fitting.fitted import Stage
 from offstage.optimizer.optimizer import runtime_of
+from offstage.planning.choosing import Predicted, predict
 from tests.support.simulated_jobs import ROWS, Ran, Task, all_by_hand, by_hand, device, fitting, job_of
 
-SETTLED = 18
+SETTLED = 22
 """Iterations after which nothing is tried any more."""
 BUDGETS = 20
-LEAST = 1.2
+LEAST = 1.1
 """The smallest budget over the smallest peak of all settings: nearer to it the job goes on as it began."""
 
 
+class Measured(NamedTuple):
+    """A setting made by hand."""
+
+    ms: float
+    """Of an iteration in a steady loop."""
+    peak: int
+    """Since the start."""
+    predicted: Predicted
+
+
 @functools.cache
-def measured(clip: str | None) -> list[tuple[float, int]]:
-    """Every setting made by hand: the time of an iteration in a steady loop, and the peak since the start."""
+def measured(clip: str | None) -> list[Measured]:
+    """Every setting made by hand."""
     found = []
     job = job_of(Task(steps=3, clip=clip).run(fitting(1 << 30), device()))
     for setting in all_by_hand(job):
@@ -27,20 +39,20 @@ def measured(clip: str | None) -> list[tuple[float, int]]:
             ran = Task(steps=6, clip=clip).run(by_hand(job, setting), device())
         except OffstageError:  # what contradicts itself
             continue
-        found.append((ran.times[-1], ran.peaks[-1]))
+        found.append(Measured(ran.times[-1], ran.peaks[-1], predict(job, setting)))
     return found
 
 
-@pytest.mark.parametrize(("clip", "budgets", "most_late"), [(None, BUDGETS, 0), ("ours", BUDGETS // 2, 3)])
-def test_it_is_as_fast_as_the_best_of_all_settings_and_within_the_limit(clip, budgets, most_late):
-    """`most_late`: with clipping, a few budgets are not met: what speculation keeps is predicted too high."""
+@pytest.mark.parametrize(("clip", "most_late"), [(None, 0), ("ours", 1)])
+def test_it_is_as_fast_as_the_best_of_all_settings_and_within_the_limit(clip, most_late):
+    """`most_late`: with clipping, the best setting for one of the budgets takes all but 1% of it: plans leave more."""
     rows = measured(clip)
     assert len(rows) > 100
-    low, high = LEAST * min(peak for _, peak in rows), max(peak for _, peak in rows)
+    low, high = LEAST * min(row.peak for row in rows), max(row.peak for row in rows)
     late = []
-    for number in range(budgets):
-        budget = int(low + (high - low) * number / (budgets - 1))
-        best = min(ms for ms, peak in rows if peak <= budget)
+    for number in range(BUDGETS):
+        budget = int(low + (high - low) * number / (BUDGETS - 1))
+        best = min(row.ms for row in rows if row.peak <= budget)
         ran = Task(steps=SETTLED + 3, clip=clip).run(fitting(budget), device())
         assert runtime_of(ran.optimizer).watcher.stage is Stage.SETTLED
         assert ran.peaks[-1] <= budget, f"{ran.peaks} of {budget}"
@@ -48,6 +60,16 @@ def test_it_is_as_fast_as_the_best_of_all_settings_and_within_the_limit(clip, bu
         if took > 1.03 * best:
             late.append(f"{budget}: {took / best:.3f} times the best of {len(rows)}\n{ran.optimizer.fitted}")
     assert len(late) <= most_late, "\n".join(late)
+
+
+@pytest.mark.parametrize("clip", [None, "ours"])
+def test_what_was_predicted_of_all_settings(clip):
+    """Before anything of them was measured. `fit` never has the CPU update in backward."""
+    for row in measured(clip):
+        setting = row.predicted.setting
+        if not (setting.host_share and setting.update_in_backward):
+            assert 0.96 < row.predicted.device_bytes / row.peak < 1.18, setting
+            assert 0.85 < row.predicted.iteration_ms / row.ms < 1.2, setting
 
 
 def test_where_everything_fits_nothing_leaves():

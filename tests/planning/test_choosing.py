@@ -173,8 +173,22 @@ def test_memory_is_counted_by_hand():
     hosted = footprint(job, Setting((Choice.RECOMPUTE,) * 4, hosted=4, update_in_backward=True))
     assert hosted.host == state + 4 * 8 * MIB + 4 * 2 * MIB
     slots, copies, gradients = 3 * MIB, 4 * 8 * MIB, 0.25 * 8 * MIB + 8 * MIB * MIB / state
-    inside = 16 * MIB + 2 * MIB + 6 * MIB + 3 * 8 * MIB  # a layer is remade, the next one's input is on its way
-    assert hosted.device == pytest.approx(MIB + 8 * MIB + copies + slots + inside + gradients, rel=1e-3)
+    inside = 16 * MIB + 2 * MIB + 6 * MIB  # a layer is remade, the next one's input is on its way
+    waiting = 8 * MIB + 0.25 * 40 * MIB  # gradients of the layer itself, and those whose updates are under way
+    assert hosted.device == pytest.approx(MIB + 8 * MIB + copies + slots + inside + waiting + gradients, rel=1e-3)
+
+
+@pytest.mark.parametrize(("hosted", "there"), [(1, 1), (2, 2), (3, 3), (4, 4), (6, 4)])
+def test_weights_that_travel_are_there_one_layer_ahead_and_two_behind(hosted, there):
+    """A layer that is recomputed has all in its backward, with what only a second forward needs. Frozen here."""
+    job = job_with(6, remaking_bytes=5 * MIB)
+    frozen = [size if size.name == "head" else dataclasses.replace(size, state_bytes=0) for size in job.sizes]
+    job = dataclasses.replace(job, sizes=tuple(frozen))
+    weights = (4 + 4 + (6 - hosted) * 8 + there * 8) * MIB
+    inside = (16 + 6 + 5 + 2) * MIB
+    slots, gradient = 3 * MIB, 4 * MIB
+    found = footprint(job, Setting((Choice.RECOMPUTE,) * 6, hosted=hosted)).device
+    assert found == MIB + weights + inside + slots + gradient
 
 
 @pytest.mark.parametrize("clips", [False, True])

@@ -11,7 +11,8 @@ from typing import Protocol
 
 
 class LayerObserver(Protocol):
-    """`layer` is a layer's place in `ActivationOffload.layers`.
+    """`layer` is a layer's place in `ActivationOffload.layers`. `here_bytes`: of all that was told by `saved`, in all
+    forwards, what is on the device now.
 
     Storages of less than `min_bytes` are not counted, nor what is saved outside the layers.
     """
@@ -20,10 +21,10 @@ class LayerObserver(Protocol):
         """A forward begins. `in_flight`: those that wait for their backward, and this one. What `replan()` is given
         here counts for this forward."""
 
-    def enter(self, layer: int) -> None:
+    def enter(self, layer: int, here_bytes: int) -> None:
         """Its weights have arrived and its forward begins. A layer that is recomputed enters once."""
 
-    def leave(self, layer: int) -> None:
+    def leave(self, layer: int, here_bytes: int) -> None:
         """Its forward has ended, or has raised."""
 
     def saved(self, layer: int, nbytes: int, *, is_remade: bool) -> None:
@@ -31,9 +32,7 @@ class LayerObserver(Protocol):
         its inputs. `is_remade`: nothing of it moves or stays. Each storage is told once, of the first that saves it."""
 
     def in_backward(self, layer: int | None, here_bytes: int) -> None:
-        """Backward asks for a storage of the layer, or (`None`) for one that was saved outside the layers.
-
-        `here_bytes`: of all that was told by `saved`, in all forwards, what is on that storage's device now."""
+        """Backward asks for a storage of the layer, or (`None`) for one that was saved outside the layers."""
 
     def end_forward(self) -> None:
         """The forward that began last in this thread has ended, or has raised."""

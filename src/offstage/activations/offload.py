@@ -230,6 +230,11 @@ class ActivationOffload:
         of_weights = self._weights.host_bytes if self._weights is not None else 0
         return of_weights + sum(device.pool.nbytes for device in list(self._devices.values()))
 
+    @property
+    def _here_bytes(self) -> int:
+        """On the devices, of what layers have saved."""
+        return sum(device.here_bytes for device in self._devices.values())
+
     # What the layers do
 
     @property
@@ -381,7 +386,7 @@ class ActivationOffload:
         forward.call = call
         self._claim_between(forward, call)
         if forward.observer is not None:
-            forward.observer.enter(layer)
+            forward.observer.enter(layer, self._here_bytes)
 
     def _claim_between(self, forward: ForwardPass, call: LayerCall | None) -> None:
         """What was saved since the last layer's call leaves or stays: `call` begins, or `None`, the forward ends."""
@@ -404,10 +409,10 @@ class ActivationOffload:
             return
         call, forward.call = forward.call, None
         forward.previous = call
-        if call is not None and forward.observer is not None:
-            forward.observer.leave(call.layer)
         if call is not None:
             forward.traffic.call_is_over(call.number)
+        if call is not None and forward.observer is not None:
+            forward.observer.leave(call.layer, self._here_bytes)
 
     def _pack(self, forward: ForwardPass, tensor: torch.Tensor) -> Any:
         """Autograd calls this for every tensor that it saves, and keeps what is returned in its place."""
@@ -510,5 +515,5 @@ class ActivationOffload:
             self.bytes_returned += storage.send_for()
         if self.observer is not None:
             layer = None if storage.call is None else storage.call.layer
-            self.observer.in_backward(layer, device.here_bytes)
+            self.observer.in_backward(layer, self._here_bytes)
         return kept.tensor()

@@ -31,9 +31,11 @@ class Traffic:
         `largest`, the bytes that one layer sent away, and `num_calls`, how many layers ran."""
         prefetch = config.prefetch
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
-        all_leave = offloaded >= num_layers - max(1, config.keep_last)
-        self._are_spread = num_layers > offloaded + prefetch > prefetch and not all_leave
+        others = sum(choice is Choice.RECOMPUTE for choice in choices)  # whose inputs leave
+        enough = num_layers - max(1, config.keep_last)
+        self._are_spread = num_layers > offloaded + prefetch > prefetch and offloaded < enough
         """Other layers lie between those that leave: the link has time."""
+        self._all_leave = offloaded + others >= enough
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._last = num_calls - 1
@@ -45,6 +47,11 @@ class Traffic:
         self._leaving: deque[tuple[weakref.ref[SavedStorage], int, int]] = deque()
         self._leaving_bytes = 0
         self._away: list[weakref.ref[SavedStorage]] = []
+
+    @property
+    def _ends_empty(self) -> bool:
+        """Whether all that has left is gone when the layers have run."""
+        return self._all_leave or not self._are_spread
 
     @property
     def _room(self) -> int:
@@ -68,11 +75,11 @@ class Traffic:
         """Call number `call` of a layer has ended."""
         self._of_layer = 0
         # What follows the last layer (a head, a loss) may need more memory than any: where all leave, all are gone.
-        self._let_go(call, everything=call == self._last and not self._are_spread)
+        self._let_go(call, everything=call == self._last and self._ends_empty)
 
     def forward_is_over(self) -> None:
         """What the last layer has sent away after its call is let go, too."""
-        self._let_go(self._last, everything=not self._are_spread)
+        self._let_go(self._last, everything=self._ends_empty)
 
     def _let_go(self, call: int, *, everything: bool = False) -> None:
         while self._leaving:

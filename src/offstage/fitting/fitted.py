@@ -41,7 +41,7 @@ _WATCHED = 2
 """Iterations before the first plan: in the first one kernels are compiled and memory is allocated."""
 _MOST_WATCHED = 6
 """Iterations after which a loop that does not run every layer is left as it is."""
-_TRIED = 3
+_TRIED = 4
 """Iterations after each switch: the first ones learn, and give back what they do not need; the last one counts."""
 _CORRECTIONS = 4
 _CLOSE = 0.01
@@ -271,7 +271,7 @@ class Fitted:
         )
         # Updates were held back, and so nothing was kept for the case that a norm undoes them.
         ran = dataclasses.replace(self.job, loop=dataclasses.replace(loop, clips=False))
-        self._learn_peak(predict(ran, self._watched), self._watch.most_bytes, share=1.0)
+        self._learn_peak(predict(ran, self._watched), self._watch.most_bytes)
         self._plan_anew()
 
     @property
@@ -354,7 +354,7 @@ class Fitted:
                 self._tried[self.plan.setting] = took_ms
             self._learn(took_ms, peak)
         elif is_over:
-            self._learn_peak(predict(self.job, self.plan.setting), peak, share=0.0)
+            self._learn_peak(predict(self.job, self.plan.setting), peak)
         if (self._is_whole or is_over) and self._corrections < _CORRECTIONS and self._try_another(took_ms, peak):
             return
         self._settle(took_ms, is_over=is_over)
@@ -375,14 +375,14 @@ class Fitted:
         plain = predict(dataclasses.replace(job, slowdowns={}), setting)
         slowdowns = {**job.slowdowns, setting.kind: took_ms / plain.iteration_ms} if plain.iteration_ms else {}
         self.job = dataclasses.replace(job, slowdowns=slowdowns)
-        # What this setting does not take, another one may.
-        self._learn_peak(predict(self.job, setting), peak, share=0.5)
+        self._learn_peak(predict(self.job, setting), peak)
 
-    def _learn_peak(self, predicted: Predicted, peak: int, *, share: float) -> None:
-        """Correct the predictions of peaks: by all that was missing, or by a share of what was too much."""
-        setting, wrong = predicted.setting, peak - predicted.device_bytes if peak else 0
-        wrong = int(share * wrong) if wrong < 0 else wrong
-        unseen = {**self.job.unseen_bytes, setting.memory_kind: self.job.unseen_of(setting) + wrong}
+    def _learn_peak(self, predicted: Predicted, peak: int) -> None:
+        """Settings of this kind are as wrong as the worst of them that was measured."""
+        known, kind = self.job.unseen_bytes, predicted.setting.memory_kind
+        wrong = peak - predicted.device_bytes + self.job.unseen_of(predicted.setting) if peak else 0
+        wrong = wrong if wrong > 0 else wrong // 2  # what this setting does not take, another one may
+        unseen = {**known, kind: max(wrong, known.get(kind, wrong))}
         self.job = dataclasses.replace(self.job, unseen_bytes=unseen)
 
     def _try_another(self, took_ms: float, peak: int) -> bool:
@@ -409,8 +409,7 @@ class Fitted:
     def _settle(self, took_ms: float, *, is_over: bool) -> None:
         """Stay, or go back to what was the fastest of those that were tried."""
         assert self.plan is not None
-        fitting = [one for one in self._tried if predict(self.job, one).device_bytes <= self.limits.device]
-        best = min(fitting, key=self._tried.__getitem__, default=self.plan.setting)
+        best = min(self._tried, key=self._tried.__getitem__, default=self.plan.setting)
         if best != self.plan.setting and (is_over or self._tried[best] < (1.0 - _CLOSE) * took_ms):
             try:
                 self._switch(self._planned(best))
@@ -446,7 +445,7 @@ class Fitted:
             )
             logger.info("fit: an iteration takes %.1f ms instead of %.1f; planned anew", took_ms, self._settled_ms)
         if is_over:
-            self._learn_peak(predict(self.job, self.plan.setting), peak, share=0.0)
+            self._learn_peak(predict(self.job, self.plan.setting), peak)
             logger.warning("fit: the peak was %s, over device_peak; planned anew", format_size(peak))
         self._corrections = 0
         self._plan_anew()

@@ -110,12 +110,12 @@ class LoopWatch:
             self.base_bytes = max(0, allocated - self._owned_bytes())
         self._begin(_FRONT, 0)
 
-    def enter(self, layer: int) -> None:
-        self._begin(Section("forward", layer), sum(one.saved_bytes for one in self._kept_so_far(layer)))
+    def enter(self, layer: int, here_bytes: int) -> None:
+        self._begin(Section("forward", layer), here_bytes)
 
-    def leave(self, layer: int) -> None:
+    def leave(self, layer: int, here_bytes: int) -> None:
         if layer == len(self.layers) - 1:
-            self._begin(_TURN, sum(one.saved_bytes for one in self._kept_so_far(layer + 1)))
+            self._begin(_TURN, here_bytes)
 
     def saved(self, layer: int, nbytes: int, *, is_remade: bool) -> None:
         of = self._saved.setdefault(layer, _Layer())
@@ -159,11 +159,6 @@ class LoopWatch:
         self._now = None
         lanes.reset_peak()
 
-    def _kept_so_far(self, layer: int) -> list[_Layer]:
-        chosen = self.choices()
-        keeps = (Choice.KEEP, Choice.REMAKE)
-        return [one for number, one in self._saved.items() if number < layer and chosen[number] in keeps]
-
     def _owned_bytes(self) -> int:
         """Weights, gradients and state on the device now."""
         found = self.runtime.device_state_bytes(self.device)
@@ -206,7 +201,7 @@ class LoopWatch:
         if lasted:
             end_ms, lasted[0] = _without_end(lasted, kinds, chosen)
         backward, again = _divide(lasted, forward, kinds, chosen)
-        working = self._working(kinds, chosen, saved)
+        working, remaking = self._working(kinds, chosen, saved)
         layers = tuple(
             LayerLoad(
                 forward_ms=forward[number],
@@ -214,7 +209,8 @@ class LoopWatch:
                 again_ms=again[number],
                 saved_bytes=saved.get(kind, 0),
                 input_bytes=min(inputs.get(kind, saved.get(kind, 0)), saved.get(kind, 0)),
-                working_bytes=working[kind],
+                working_bytes=working.get(kind, 0),
+                remaking_bytes=remaking.get(kind, 0),
                 can_recompute=can_recompute(layer),
             )
             for number, (layer, kind) in enumerate(zip(self.layers, kinds, strict=True))
@@ -260,15 +256,20 @@ class LoopWatch:
 
     def _working(
         self, kinds: Sequence[object], chosen: Sequence[Choice], saved: dict[object, int]
-    ) -> dict[object, int]:
-        """What a backward of each kind of layer takes beyond what is counted elsewhere; a forward may take more."""
-        found: dict[object, int] = {}
+    ) -> tuple[dict[object, int], dict[object, int]]:
+        """What a backward of each kind of layer takes beyond what is counted elsewhere; a forward may take more.
+
+        And what it takes besides, if the layer is recomputed.
+        """
+        working: dict[object, int] = {}
+        again: dict[object, int] = {}
         for number, (kind, choice) in enumerate(zip(kinds, chosen, strict=True)):
-            own = saved.get(kind, 0) if choice is Choice.RECOMPUTE else 0
-            most = self._beyond(Section("backward", number)) - own
-            most = max(most, self._beyond(Section("forward", number)) - saved.get(kind, 0))
-            found[kind] = max(found.get(kind, 0), most)
-        return found
+            is_again = choice is Choice.RECOMPUTE
+            in_forward = self._beyond(Section("forward", number)) - (0 if is_again else saved.get(kind, 0))
+            in_backward = self._beyond(Section("backward", number)) - (saved.get(kind, 0) if is_again else 0)
+            found = again if is_again else working
+            found[kind] = max(found.get(kind, 0), in_forward, in_backward)
+        return working, {kind: max(0, most - working.get(kind, 0)) for kind, most in again.items()}
 
     def _beyond(self, section: Section) -> int:
         """The most that a section had on the device, beyond what was known when it began."""

@@ -11,11 +11,18 @@ import itertools
 from dataclasses import dataclass
 
 from offstage.config import OffloadConfig
-from offstage.planning.job import MOST_LAYERS_ON_DEVICE, Job, Setting
+from offstage.planning.choices import Choice
+from offstage.planning.job import Job, Part, Setting
 from offstage.planning.plan import HOST_SLOTS
 from offstage.planning.predict import COLLECTED, GRADIENTS_IN_FLIGHT, HOST_CHUNK, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
 
 _LAYERS_WITH_GRADIENTS = 3
+_BEHIND = 2
+"""Layers that backward has left and whose weights are still on the device, where they live on the host."""
+_LEAVING = 2
+"""Gradients of earlier layers that are still on their way to the host. Of those that may be the others are its own."""
+_IN_STEP = 3
+"""Such layers that are there at once while `step()` makes their updates."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +52,17 @@ class _Counted:
         split = len(layers) - setting.hosted
         self.stay, self.hosted = layers[:split], layers[split:]
         self.largest = max((part.movable for part in self.hosted), default=0)
-        self.most_trained = max(part.trained for part in parts)
         self.trained_before = list(itertools.accumulate((part.trained for part in parts), initial=0))
-        moved = sum(part.movable for part in self.hosted)
-        self.hosted_weights = moved
-        self.weights = sum(part.weights for part in parts) - moved + min(moved, MOST_LAYERS_ON_DEVICE * self.largest)
+        self.hosted_weights = sum(part.movable for part in self.hosted)
+        self.weights = sum(part.weights for part in parts) - self.hosted_weights
         kept = job.resident_bytes(setting)
         self.kept = sum(kept)
         self.leaves = job.state - self.kept
+        there = [*parts[: 1 + split], *(Part() for _ in self.hosted), parts[-1]]
+        on_device = 1.0 - setting.host_share
+        self.speculated = [
+            part.trained * on_device * (1.0 - held / max(1, part.state)) for part, held in zip(there, kept, strict=True)
+        ]
         self.streamed = self.leaves * (1.0 - setting.host_share)
         self.hosted_trained = sum(part.trained for part in self.hosted)
         slot = job.slot_bytes(setting, self.streamed)
@@ -64,29 +74,40 @@ class _Counted:
     # The device #
 
     def most_beside(self) -> float:
-        """The most beside weights and state: activations, gradients and working memory."""
+        """The most beside weights that stay and state: activations, weights that travel, gradients, working memory."""
         layers, choices = self.loop.layers, self.setting.choices
         kept = [layer.kept_bytes(choice) for layer, choice in zip(layers, choices, strict=True)]
         moving = [layer.moved_bytes(choice) for layer, choice in zip(layers, choices, strict=True)]
         largest = max(moving, default=0)
         before = list(itertools.accumulate(kept, initial=0))
-        after_turn = self._gradients(len(layers))
-        # Copies that are on their way when the head runs still have their memory, unless all leave.
-        late = 0 if all(moving[:-1]) else largest
-        most = before[-1] + late + self.loop.turn_bytes + after_turn
-        coming = 0
-        for number, layer in enumerate(layers):
-            own = layer.saved_bytes - kept[number]
-            held = before[number + 1] + own + coming + layer.working_bytes
+        # Copies that are on their way when the head runs still have their memory, if not all leave.
+        late = largest if Choice.OFFLOAD in choices and not all(moving[:-1]) else 0
+        most = before[-1] + late + self.loop.turn_bytes + self._travelling(len(layers)) + self._gradients(len(layers))
+        sent = 0
+        for number, (layer, choice) in enumerate(zip(layers, choices, strict=True)):
+            coming = min(sent, largest)
+            own = layer.saved_bytes - kept[number] + layer.working_bytes
+            own += layer.remaking_bytes if choice is Choice.RECOMPUTE else 0
+            held = before[number + 1] + own + coming + self._travelling(number)
             most = max(most, held + self._gradients(number))
-            coming = max(coming, moving[number])
-        return max(most, self._gradients(0))
+            sent += moving[number]
+        return max(most, self._gradients(0) + min(self.hosted_weights, _IN_STEP * self.largest))
+
+    def _travelling(self, reached: int) -> int:
+        """Weights that live on the host and are on the device when backward has come to layer `reached`, or the head.
+
+        The next layer's are sent for meanwhile.
+        """
+        split, num = len(self.stay), len(self.stay) + len(self.hosted)
+        reached = max(reached, split)  # they do not leave before others come
+        there = range(max(split, min(reached, num - 1) - 1), min(num, reached + 1 + _BEHIND))
+        return sum(self.hosted[number - split].movable for number in there)
 
     def _gradients(self, reached: int) -> float:
         """Gradients on the device, and old weights, when backward has come to layer `reached`."""
         parts, num = self.job.parts, len(self.loop.layers)
         split = num - len(self.hosted)
-        hosted = min(_LAYERS_WITH_GRADIENTS * self.largest, self._trained(1 + max(reached, split), num + 1))
+        hosted = min(self._most_hosted_gradients(), self._trained(1 + max(reached, split), num + 1))
         accumulates = self.loop.micro_batches > 1
         first = 0 if accumulates else 1 + reached
         there = self._trained(first, 1 + split) + parts[-1].trained
@@ -100,16 +121,27 @@ class _Counted:
         most = (left + (1.0 - left) * (GRADIENTS_IN_FLIGHT + collected)) * everything
         return min(there, most) + hosted
 
+    def _most_hosted_gradients(self) -> float:
+        """Gradients of weights that live on the host: of the layer that backward is in, and those that wait."""
+        most = _LAYERS_WITH_GRADIENTS * self.largest
+        if self.loop.micro_batches > 1:  # sums come back
+            return most
+        if not self.setting.update_in_backward:  # they leave
+            return min(most, self.largest + _LEAVING * self.job.largest_gradient)
+        if self.loop.clips:
+            return most
+        return min(most, self.largest + GRADIENTS_IN_FLIGHT * self.trained_before[-1])
+
     def _trained(self, first: int, stop: int) -> int:
         """Gradients of the parts from `first` on."""
         return self.trained_before[max(first, stop)] - self.trained_before[first]
 
     def _old_weights(self, reached: int) -> float:
-        """What speculative updates keep of the weights that are on the device."""
-        streams = self.streamed / max(1, self.job.state)
-        there = self._trained(1 + reached, 1 + len(self.stay)) + self.job.parts[-1].trained
-        # Of the largest part gradients are there before its old weights have left.
-        return (1.0 - OLD_WEIGHTS_ON_HOST) * streams * there + self.most_trained
+        """What speculative updates keep of the weights that are on the device; the last ones of it go to the host."""
+        found = sum(self.speculated[1 + reached :])
+        stays = (1.0 - OLD_WEIGHTS_ON_HOST) * sum(self.speculated)
+        leaving = 0.0 if self.setting.overlap_forward else max(self.speculated)  # otherwise the last ones begin later
+        return found if found < stays else min(found, stays + leaving)
 
     # The host #
 

@@ -158,6 +158,11 @@ class Job:
         """State of the largest parameter that chunks do not split."""
         return max((size.padded_bytes for size in self.sizes if not size.splits), default=0)
 
+    @functools.cached_property
+    def largest_gradient(self) -> int:
+        """Of a layer's parameters."""
+        return max((size.weight_bytes for size in self.sizes if size.state_bytes and size.layer is not None), default=0)
+
     def unseen_of(self, setting: Setting) -> int:
         """What was measured for its kind. Other kinds are half as wrong as the worst of those that were measured."""
         worst = max(self.unseen_bytes.values(), default=0)

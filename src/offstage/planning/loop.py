@@ -28,6 +28,8 @@ class LayerLoad:
     """What it saves if it is recomputed."""
     working_bytes: int = 0
     """The most that its backward takes beyond everything that is counted elsewhere."""
+    remaking_bytes: int = 0
+    """What its backward takes besides, if it is recomputed."""
     can_recompute: bool = True
 
     @property
@@ -94,6 +96,7 @@ class Loop:
                 saved_bytes=int(ratio * layer.saved_bytes),
                 input_bytes=int(ratio * layer.input_bytes),
                 working_bytes=int(ratio * layer.working_bytes),
+                remaking_bytes=int(ratio * layer.remaking_bytes),
             )
             for layer in self.layers
         )
