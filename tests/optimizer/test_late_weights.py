@@ -731,3 +731,30 @@ def test_clipping_by_hand_and_speculation_do_not_disturb_each_other():
         return found
 
     assert_same_lives(life, BOTH, CONFIGS["hosted, both"], model=Blocks)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("before", [True, False])
+def test_an_interrupt_where_a_guard_comes_off(name, before, seed):
+    """The next forward waits once more, and a read no longer has to."""
+    with lazily(seed):
+        model, optimizer = trained(CONFIGS[name], name=name, steps=STEPS - 1)
+        let_go = LateWeights._let_go
+
+        def interrupted(self, state):
+            patch.stop()
+            if not before:
+                let_go(self, state)
+            raise KeyboardInterrupt
+
+        patch = mock.patch.object(LateWeights, "_let_go", interrupted)
+        patch.start()
+        with contextlib.suppress(KeyboardInterrupt):
+            loss_of(model, 0)
+            optimizer.synchronize()  # where no forward takes it off
+        mock.patch.stopall()
+        iterate(model, optimizer, range(STEPS - 1, STEPS), clip_of(name))
+        optimizer.synchronize()
+        assert not num_late(model)
+        assert_same_weights(model, reference(CONFIGS[name], name=name))

@@ -62,13 +62,14 @@ class LateWeights(Guard):
             if state.hosted is not None:
                 state.hosted.was_settled()
             else:
-                del self._held[state]
-                self._let_go(state)
+                self._let_go(state)  # first: a caller that is interrupted here comes again
+                self._held.pop(state, None)
 
     def let_go(self) -> None:
         """Nothing is late any more, or nothing can be done about it."""
-        while self._held:
-            self._let_go(self._held.popitem()[0])
+        for state in list(self._held):
+            self._let_go(state)
+            self._held.pop(state, None)
 
     def _let_go(self, state: ParamState) -> None:
         if state.hosted is not None:
