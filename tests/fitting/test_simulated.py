@@ -36,7 +36,7 @@ def measured(clip: str | None) -> list[Measured]:
     job = job_of(Task(steps=3, clip=clip).run(fitting(1 << 30), device()))
     for setting in all_by_hand(job):
         try:
-            ran = Task(steps=6, clip=clip).run(by_hand(job, setting), device())
+            ran = Task(steps=5, clip=clip).run(by_hand(job, setting), device())
         except OffstageError:  # what contradicts itself
             continue
         found.append(Measured(ran.times[-1], ran.peaks[-1], predict(job, setting)))
@@ -56,7 +56,7 @@ def test_it_is_as_fast_as_the_best_of_all_settings_and_within_the_limit(clip, mo
         ran = Task(steps=SETTLED + 3, clip=clip).run(fitting(budget), device())
         assert runtime_of(ran.optimizer).watcher.stage is Stage.SETTLED
         assert ran.peaks[-1] <= budget, f"{ran.peaks} of {budget}"
-        took = sorted(ran.times[SETTLED:])[1]
+        took = ran.times[-1]
         if took > 1.03 * best:
             late.append(f"{budget}: {took / best:.3f} times the best of {len(rows)}\n{ran.optimizer.fitted}")
     assert len(late) <= most_late, "\n".join(late)
