@@ -4,11 +4,13 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import offstage
-from offstage.errors import ConfigError, HostMemoryError
+from offstage.errors import ConfigError, HostMemoryError, StepLostError
 from offstage.fitting.fitted import Stage
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
+from tests.support.contract import assert_same_weights
 from tests.support.machines import machine
 from tests.support.simulated_jobs import ROWS, SMALL, WIDTH, Blocks, Task, device, fitting
 
@@ -135,3 +137,171 @@ def test_gradients_that_only_the_first_iteration_reads():
         optimizer.step()
         optimizer.zero_grad()
     assert watcher_of(optimizer).job.loop.reads_gradients
+
+
+class Counting(nn.Module):
+    """Writes to a buffer, which changes what it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = spectral_norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+def test_layers_that_write_to_their_buffers_are_not_recomputed():
+    runs = []
+    for fits in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Counting() for _ in range(4)))
+        made = torch.optim.AdamW(model.parameters())
+        if fits:
+            optimizer = offstage.fit(model, made, "1GiB", machine=machine(), **SMALL)
+        else:
+            optimizer = offstage.offload(made, model, fraction=0.0)
+        train(model, optimizer, 6)
+        optimizer.synchronize()
+        runs.append(model)
+        if fits:
+            assert not any(layer.can_recompute for layer in optimizer.fitted.loop.layers)
+    assert_same_weights(*runs)
+
+
+def test_a_buffer_that_is_only_read_is_no_hindrance():
+    model = Blocks(4)
+    for layer in model.layers:
+        layer.register_buffer("scale", torch.ones(2))
+    optimizer = offstage.fit(model, torch.optim.AdamW(model.parameters()), "1GiB", machine=machine(), **SMALL)
+    train(model, optimizer, 3)
+    assert all(layer.can_recompute for layer in optimizer.fitted.loop.layers)
+
+
+@pytest.mark.parametrize("clip", ["ours", "torch"])
+def test_a_plan_of_a_loop_that_did_something_else_with_gradients(clip, caplog):
+    """It may update in backward, and it counts on no second set."""
+    plan = Task(steps=5).run(fitting(2_200_000), device()).optimizer.fitted
+    assert plan.setting.update_in_backward
+    ran = Task(steps=14, clip=clip).run(fitting(2_200_000, plan=plan), device())
+    assert "is for a loop that does something else" in caplog.text
+    assert max(ran.peaks) <= 2_200_000
+    assert ran.optimizer.fitted.loop.clips == (clip == "ours")
+    assert ran.optimizer.fitted.loop.reads_gradients == (clip == "torch")
+
+
+def test_a_plan_of_the_same_loop_is_run_as_it_is():
+    plan = Task(steps=5, clip="ours").run(fitting(2_200_000), device()).optimizer.fitted
+    again = Task(steps=3, clip="ours").run(fitting(2_200_000, plan=plan), device())
+    assert again.optimizer.fitted.setting == plan.setting
+
+
+def test_a_step_that_is_skipped_behind_updates_in_backward_is_refused_as_by_offload():
+    with device() as simulated:
+        model = Blocks()
+        simulated.adopt(model)
+        made = torch.optim.AdamW(model.parameters())
+        optimizer = fitting(2_200_000)(model, made, simulated)
+        train(model, optimizer, 8)
+        assert optimizer.fitted.setting.update_in_backward
+        with pytest.raises(StepLostError, match=r"Expected step\(\) right after backward"):
+            train(model, optimizer, 2, skipped=(0,))
+
+
+def test_an_evaluation_that_forgot_no_grad_is_no_micro_batch():
+    def make(model, made, simulated):
+        optimizer = fitting(2_000_000)(model, made, simulated)
+        switched.append(optimizer)
+        return optimizer
+
+    switched = []
+    with device() as simulated:
+        model = Blocks()
+        simulated.adopt(model)
+        optimizer = make(model, torch.optim.AdamW(model.parameters()), simulated)
+        train(model, optimizer, 24)
+        setting = optimizer.fitted.setting
+        for _ in range(3):
+            model(torch.randn(ROWS, WIDTH))
+            train(model, optimizer, 1)
+        assert optimizer.fitted.setting == setting
+        assert watcher_of(optimizer).job.loop.micro_batches == 1
+
+
+def test_a_small_host_beside_a_large_device():
+    """State that the host has no room for stays on the device, from the beginning."""
+    ran = Task(steps=8).run(fitting("1GiB", host_budget=100_000), device())
+    assert ran.optimizer.fitted.overrides["fraction"] == 0.0
+    assert not ran.optimizer.receipt().host_state_bytes
+
+
+@pytest.mark.parametrize("extra", [300_000, 600_000])
+def test_what_takes_too_much_in_any_case_goes_on_with_the_least(extra):
+    """Something else of the user's takes memory, and no plan fits any more."""
+    with device() as simulated:
+        model = Blocks()
+        simulated.adopt(model)
+        optimizer = fitting(2_000_000)(model, torch.optim.AdamW(model.parameters()), simulated)
+        train(model, optimizer, 2)
+        simulated.adopt(torch.zeros(extra // 4))
+        kept = torch.zeros(extra // 4)
+        simulated.adopt(kept)
+        train(model, optimizer, 26)
+        simulated.reset_peak()
+        train(model, optimizer, 1)
+        assert simulated.peak_bytes < 1.1 * 2_000_000
+        del kept
+
+
+def test_a_forward_that_is_called_by_hand_is_left_alone():
+    """Its hooks do not run: the job stays as it began, and looks at nothing."""
+    model, optimizer = made()
+    for _ in range(40):
+        model.forward(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watcher_of(optimizer).stage is Stage.SETTLED
+    assert optimizer.fitted is None
+
+
+def test_the_number_that_a_refusal_names_is_enough():
+    task = Task(steps=4, rows=lambda step: 8 * ROWS)
+    with pytest.raises(ConfigError, match=r"device_peak=1\.6 MiB is not enough") as caught:
+        task.run(fitting(1_700_000), device())
+    named = str(caught.value).partition("this job takes ")[2].partition(" on the device")[0].replace(" ", "")
+    assert task.run(fitting(named), device()).optimizer.fitted is not None
+
+
+def test_layers_that_are_unfrozen_are_planned_for_at_once():
+    with device() as simulated:
+        model = Blocks()
+        simulated.adopt(model)
+        model.layers.requires_grad_(False)
+        optimizer = fitting(2_600_000)(model, torch.optim.AdamW(model.parameters()), simulated)
+        train(model, optimizer, 8)
+        assert optimizer.fitted.overrides["fraction"] == 0.0
+        model.layers.requires_grad_(True)
+        train(model, optimizer, 20)
+        assert optimizer.fitted.state_bytes == 2 * sum(param.nbytes for param in model.parameters())
+        simulated.reset_peak()
+        train(model, optimizer, 2)
+        assert simulated.peak_bytes <= 2_600_000
+
+
+def test_frozen_weights_leave_also_where_all_state_is_small():
+    """As by hand, with `weights="host"`: biases alone are trained."""
+    with device() as simulated:
+        model = Blocks(8)
+        simulated.adopt(model)
+        for name, param in model.named_parameters():
+            param.requires_grad_("down.bias" in name)
+        optimizer = fitting(1_150_000)(model, torch.optim.AdamW(model.parameters()), simulated)
+        train(model, optimizer, 12)
+        assert optimizer.fitted.setting.hosted > 0
+        assert simulated.most_bytes <= 1_150_000
+
+
+def test_the_optimizer_is_gone_and_the_model_goes_on():
+    model, optimizer = made()
+    train(model, optimizer, 6)
+    del optimizer
+    model(torch.randn(4 * ROWS, WIDTH)).sum().backward()

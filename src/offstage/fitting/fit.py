@@ -20,21 +20,18 @@ from offstage.activations.offload import offloads_activations
 from offstage.config import OffloadConfig, format_size, parse_size
 from offstage.errors import ConfigError, HostMemoryError
 from offstage.fitting.fitted import Fitted, empty_loop
+from offstage.fitting.sizes import sizes_of
 from offstage.memory.arena import cgroup_available, mem_available
 from offstage.modules import layers_of, uses_ddp
 from offstage.optimizer.checks import check_optimizer
 from offstage.optimizer.optimizer import OffloadedOptimizer
-from offstage.optimizer.places import Places
 from offstage.planning.choices import Choice
 from offstage.planning.choosing import Limits, least_memory
 from offstage.planning.fit_plan import FitPlan, refusal
 from offstage.planning.job import Job, Setting
 from offstage.planning.machine import Machine
 from offstage.planning.measure import measure_machine
-from offstage.planning.sizes import ParamSize
 from offstage.rules import choose_rule
-from offstage.rules.rule import ParamState
-from offstage.tensors import local_of
 from offstage.weights.choosing import movable
 
 logger = logging.getLogger("offstage")
@@ -87,22 +84,25 @@ def fit(
     `state_dtype`, `rule`, `threads`, `min_bytes`, `chunk_bytes`, `slots`, `pin_memory`).
 
     With `update_in_backward` use `optimizer.clip_grad_norm_`, and `optimizer.accumulate()` around the backwards of
-    earlier micro-batches; a loop that does not is recognised, and loses only time.
+    earlier micro-batches; a loop that does not is recognised, and loses only time. A loop that skips steps behind their
+    backward needs ``update_in_backward=False``.
     """
     _check_arguments(model, optimizer, settings, activations=activations)
     config = OffloadConfig.build(None, {name: value for name, value in settings.items() if name != "threads"})
     loop = empty_loop(model)
-    sizes = _sizes_of(model, optimizer, config)
+    sizes = sizes_of(model, optimizer.param_groups, choose_rule(optimizer, config), config, _layers(model, config))
     device = _device_of(model)
     found = machine if machine is not None else measure_machine(device)
     plain = not any(isinstance(param, DTensor) for param in model.parameters())
+    # Without state there is no update to travel with: `offload()` has nothing to do there.
+    may_leave = any(size.layer is not None for size in sizes) and any(size.state_bytes for size in sizes)
     job = Job(
         sizes=tuple(sizes),
         loop=loop,
         machine=found,
         config=config,
         threads=settings.get("threads"),
-        may_host_weights=weights_on_host and plain and any(size.layer is not None for size in sizes),
+        may_host_weights=weights_on_host and plain and may_leave,
         may_update_on_host=update_on_host and choose_rule(optimizer, config).rate_is_known,
         may_overlap_forward=overlap_forward,
         may_update_in_backward=update_in_backward and plain,
@@ -181,26 +181,6 @@ def _check_arguments(
             "own, found a process group. Use offload() with the same settings on every rank; make_plan(..., "
             "world=World(...)) finds them."
         )
-
-
-def _sizes_of(model: nn.Module, optimizer: torch.optim.Optimizer, config: OffloadConfig) -> list[ParamSize]:
-    """Each parameter with the state that this optimizer keeps, and the number of its layer if it may leave."""
-    rule = choose_rule(optimizer, config)
-    names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
-    places = Places(rule, config, names)
-    layer_of = _layers(model, config)
-    sizes = []
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            keys = rule.keys(local_of(param), group) if param.requires_grad else ()
-            state = ParamState(param, names.get(param, ""), keys, rule=rule, frozen=not keys)
-            sizes.append(dataclasses.replace(places.size_of(state), layer=layer_of.get(param)))
-    trained = {param for group in optimizer.param_groups for param in group["params"]}
-    for name, param in model.named_parameters():
-        if param not in trained:
-            size = ParamSize(name, str(param.device), 0, 0, True, numel=param.numel(), weight_bytes=param.nbytes)
-            sizes.append(dataclasses.replace(size, layer=layer_of.get(param)))
-    return sizes
 
 
 def _layers(model: nn.Module, config: OffloadConfig) -> dict[torch.Tensor, int]:

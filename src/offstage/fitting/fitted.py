@@ -12,7 +12,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
+import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from offstage.activations.layers import can_recompute
 from offstage.activations.offload import ActivationOffload, offload_activations
 from offstage.config import format_size
 from offstage.errors import ConfigError, HostMemoryError, OffloadIneffectiveError
+from offstage.fitting.sizes import num_trained, sizes_of
 from offstage.fitting.watch import LoopWatch, kind_of
 from offstage.lanes.lanes import Lane
 from offstage.lanes.link import link_for, measure_duplex
@@ -30,8 +33,8 @@ from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import Hook, layers_of
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
 from offstage.planning.choices import Choice
-from offstage.planning.choosing import Limits, Predicted, least_memory, predict
-from offstage.planning.fit_plan import FitPlan, plan_job
+from offstage.planning.choosing import Limits, Predicted, choose, least_memory, predict
+from offstage.planning.fit_plan import FitPlan, plan_job, refusal
 from offstage.planning.job import Job, Setting
 from offstage.planning.loop import LayerLoad, Loop
 
@@ -106,10 +109,22 @@ class Fitted:
         """When this iteration's first forward began: what comes between two iterations is not theirs."""
         self._settled_ms = 0.0
         self._was_slower = False
+        self._num_trained = num_trained(optimizer.param_groups)
         self._tried: dict[Setting, float] = {}
         """How long an iteration took with each setting that stayed under the limit."""
+        self._versions = [_versions_of(layer) for layer in self._layers]
+        """Of the layers' buffers, before the first forward."""
+        self._may_recompute = [can_recompute(layer) and not found for layer, found in self._with_versions()]
+        """Not before it was seen that a layer's forward writes to no buffer: a second one would write twice."""
         self._watch = LoopWatch(
-            model, self._layers, self._runtime, self._choices, self._device, self._lanes, lambda: self._elements
+            model,
+            self._layers,
+            self._runtime,
+            self._choices,
+            self._device,
+            self._lanes,
+            lambda: self._elements,
+            self._may_recompute,
         )
 
     # Beginning #
@@ -123,16 +138,25 @@ class Fitted:
         self._bind()
         self._lanes.reset_peak()
 
+    def _with_versions(self) -> Iterator[tuple[nn.Module, list[int]]]:
+        return zip(self._layers, self._versions, strict=True)
+
+    def _look_at_buffers(self) -> None:
+        """An iteration is over: layers that wrote to none of their buffers may be recomputed."""
+        self._may_recompute[:] = [
+            can_recompute(layer) and _versions_of(layer) == before for layer, before in self._with_versions()
+        ]
+
     def _watched_choices(self) -> tuple[Choice, ...]:
         """All recompute, which takes the least memory, but one of each kind: what it saves must be seen."""
         if not self.job.may_offload_activations:
             return (Choice.KEEP,) * len(self._layers)
         kinds: set[object] = set()
         found = []
-        for layer in reversed(self._layers):  # the last one: nothing else is in its backward
-            is_new = kind_of(layer) not in kinds
+        for layer, may_recompute in zip(reversed(self._layers), reversed(self._may_recompute), strict=True):
+            is_new = kind_of(layer) not in kinds  # the last one: nothing else is in its backward
             kinds.add(kind_of(layer))
-            found.append(Choice.OFFLOAD if is_new or not can_recompute(layer) else Choice.RECOMPUTE)
+            found.append(Choice.OFFLOAD if is_new or not may_recompute else Choice.RECOMPUTE)
         return tuple(reversed(found))
 
     def _choices(self) -> tuple[Choice, ...]:
@@ -176,11 +200,14 @@ class Fitted:
     # Before a forward #
 
     def _before_forward(self, _: nn.Module, arguments: Any, keywords: Any) -> None:
-        if not torch.is_grad_enabled():
+        model = self._model()
+        if not torch.is_grad_enabled() or model is None or self._optimizer() is None:
             return
         leaves = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)]
         self._elements = sum(leaf.numel() for leaf in leaves)
-        self._forwards += 1
+        # One whose backward did not come is no micro-batch: an evaluation, or a step that was skipped.
+        has_gradients = any(param.grad is not None for param in model.parameters())
+        self._forwards = self._forwards + 1 if self._forwards and has_gradients else 1
         if self._forwards == 1:
             self._begun = self._lanes.stamp(Lane.CALLER)
         if self.plan is not None:
@@ -190,21 +217,22 @@ class Fitted:
 
     def _make_room(self) -> None:
         """This micro-batch is larger than those that were measured, or there are more of them: does the plan fit?"""
-        loop = self.job.loop
-        grown = loop.scaled(self._elements / loop.input_elements) if self._elements > loop.input_elements > 0 else loop
-        if self._forwards > loop.micro_batches:
-            grown = dataclasses.replace(grown, micro_batches=self._forwards)
-        if grown is loop:
+        if self._runtime.iteration.early:  # weights are updated, and `step()` has not followed: the forward is refused
             return
         assert self.plan is not None
-        self.job = dataclasses.replace(self.job, loop=grown)
+        loop, is_followed = self._grown(), self._follow_parameters()
+        if loop is self.job.loop and not is_followed:
+            return
+        self.job = dataclasses.replace(self.job, loop=loop)
         self._tried.clear()  # they were tried with less
-        if predict(self.job, self.plan.setting).device_bytes <= self.limits.device:
+        self._settled_ms = 0.0
+        if not is_followed and predict(self.job, self.plan.setting).device_bytes <= self.limits.device:
             return
         logger.info(
-            "fit: micro-batches of %d elements, %d per step, would take more than device_peak",
-            grown.input_elements,
-            grown.micro_batches,
+            "fit: planned anew for micro-batches of %d elements, %d per step, and %d parameters that are trained",
+            loop.input_elements,
+            loop.micro_batches,
+            self._num_trained,
         )
         was_there = self._handle
         with self._runtime.turn:
@@ -212,6 +240,30 @@ class Fitted:
         if self._handle is not None and self._handle is not was_there:
             self._handle.begin_late()
         self._corrections = min(self._corrections, _CORRECTIONS - 2)  # what was scaled is measured anew
+
+    def _grown(self) -> Loop:
+        """The loop that was measured, or what it would be with this micro-batch."""
+        loop = self.job.loop
+        if self._elements > loop.input_elements > 0:
+            larger = loop.scaled(self._elements / loop.input_elements)
+            loop = dataclasses.replace(larger, input_elements=self._elements)
+        if self._forwards > loop.micro_batches:
+            loop = dataclasses.replace(loop, micro_batches=self._forwards)
+        return loop
+
+    def _follow_parameters(self) -> bool:
+        """Whether others are trained than were: sizes are made anew, and what was learned was of others."""
+        optimizer, model = self._optimizer(), self._model()
+        if optimizer is None or model is None or num_trained(optimizer.param_groups) == self._num_trained:
+            return False
+        self._num_trained = num_trained(optimizer.param_groups)
+        layer_of_name = {size.name: size.layer for size in self.job.sizes}
+        layer_of: dict[torch.Tensor, int | None] = {
+            param: layer_of_name.get(name) for name, param in model.named_parameters()
+        }
+        sizes = sizes_of(model, optimizer.param_groups, self._runtime.rule, self.job.config, layer_of)
+        self.job = dataclasses.replace(self.job, sizes=tuple(sizes), unseen_bytes={}, slowdowns={})
+        return True
 
     # Steps #
 
@@ -236,13 +288,19 @@ class Fitted:
 
     def _end_watched(self) -> None:
         if self._given is not None and self.iterations >= _WATCHED:
-            self._watch.stop()
             given, self._given = self._given, None
-            try:
-                self._switch(given)
-            except (HostMemoryError, OffloadIneffectiveError) as error:
-                self._stay(error)
-            return
+            if self._is_for_this_loop(given):
+                self._watch.stop()
+                try:
+                    self._switch(given)
+                except (HostMemoryError, OffloadIneffectiveError) as error:
+                    self._stay(error)
+                return
+            logger.warning("fit: the plan that was given is for a loop that does something else; it is made anew")
+            self.job = dataclasses.replace(self.job, unseen_bytes={}, slowdowns={})
+        if self.iterations == 1:
+            self._look_at_buffers()
+            self._offload_activations(self._watched_choices())
         if self.iterations < _WATCHED or not self._watch.is_complete:
             if self.iterations >= _MOST_WATCHED:
                 self._watch.stop()
@@ -259,11 +317,7 @@ class Fitted:
             return
         loop = self._watch.loop()
         self._watch.stop()
-        notes = self.job.notes
-        overlap = self._runtime.overlap
-        at_once = overlap is None or (
-            overlap.brings_at_once and not (loop.micro_batches > 1 and overlap.brings_some_in_parts)
-        )
+        notes, at_once = self.job.notes, self._brings_at_once(loop.micro_batches)
         if self.job.may_update_in_backward and not at_once:
             notes = (*notes, _IN_PARTS)
         self.job = dataclasses.replace(
@@ -273,6 +327,18 @@ class Fitted:
         ran = dataclasses.replace(self.job, loop=dataclasses.replace(loop, clips=False))
         self._learn_peak(predict(ran, self._watched), self._watch.most_bytes)
         self._plan_anew()
+
+    def _brings_at_once(self, micro_batches: int) -> bool:
+        """Whether every gradient is final as it comes, in the backward that counts."""
+        overlap = self._runtime.overlap
+        return overlap is None or (overlap.brings_at_once and not (micro_batches > 1 and overlap.brings_some_in_parts))
+
+    def _is_for_this_loop(self, given: FitPlan) -> bool:
+        """Whether the loop that was watched does to gradients what it did when `given` was made."""
+        watch, loop = self._watch, given.loop
+        seen = (watch.micro_batches, watch.clips, watch.reads_gradients)
+        at_once = self._brings_at_once(watch.micro_batches) or not given.setting.update_in_backward
+        return at_once and seen == (loop.micro_batches, loop.clips, loop.reads_gradients)
 
     @property
     def _watched(self) -> Setting:
@@ -315,6 +381,10 @@ class Fitted:
     def _planned(self, setting: Setting | None = None) -> FitPlan:
         """The plan of `setting`, or the fastest one that leaves a little of the limit."""
         tight = dataclasses.replace(self.limits, device=int(_TIGHT * self.limits.device))
+        if setting is None and choose(self.job, tight) is None:
+            least = least_memory(self.job, tight)
+            need = dataclasses.replace(least, device_bytes=math.ceil(least.device_bytes / _TIGHT))
+            raise ConfigError(refusal(need, self.limits))
         return dataclasses.replace(plan_job(self.job, tight, setting), limits=self.limits)
 
     def _switch(self, plan: FitPlan) -> None:
@@ -398,7 +468,11 @@ class Fitted:
         try:
             other = self._planned()
         except ConfigError:
-            return False
+            if not is_over or self.plan.setting == least_memory(self.job, self.limits).setting:
+                return False
+            self._corrections += 1
+            self._plan_anew()  # to what takes the least
+            return True
         gains = other.predicted.iteration_ms < (1.0 - _CLOSE) * took_ms
         if other.setting in self._tried or other.setting == self.plan.setting or not (is_over or gains):
             return False
@@ -426,11 +500,13 @@ class Fitted:
 
     def _look(self) -> None:
         """Now and then: has the peak come over the limit, or an iteration become slower?"""
+        if self.plan is None or self._begun is None:
+            return
         peak, took_ms = self._lanes.peak_bytes(), self._took_ms()
         is_over = self.limits.device < peak
         seems_slower = self._is_whole and bool(self._settled_ms) and took_ms > _SLOWER * self._settled_ms
         is_slower, self._was_slower = seems_slower and self._was_slower, seems_slower
-        if self.plan is None or not (is_over or is_slower):
+        if not (is_over or is_slower):
             return
         if is_slower:
             room = self.limits.device - (self._lanes.allocated_bytes() or 0)
@@ -459,6 +535,11 @@ class _WithKeywords:
 
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> None:
         self._hook(module, arguments, keywords)
+
+
+def _versions_of(layer: nn.Module) -> list[int]:
+    """Of its buffers: one that is written to has another."""
+    return [buffer._version for buffer in layer.buffers()]
 
 
 def empty_loop(model: nn.Module) -> Loop:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offstage.activations.layers import can_recompute
 from offstage.lanes.lanes import Lane, Lanes
 from offstage.lanes.link import link_for
 from offstage.lanes.spans import Span, covered_ms
@@ -78,6 +77,8 @@ class LoopWatch:
     """For stamps and for the device's memory."""
     input_elements: Callable[[], int]
     """Of the micro-batch that runs."""
+    may_recompute: Sequence[bool]
+    """Of each layer, as far as it was seen."""
     micro_batches: int = 0
     base_bytes: int = 0
     clips: bool = False
@@ -103,7 +104,9 @@ class LoopWatch:
         link_for(self.device).caller_waits.spans = None
 
     def begin_forward(self, in_flight: int) -> None:
-        self.micro_batches += 1
+        # One without a backward before it is none: an evaluation with gradients.
+        if not self.micro_batches or any(param.grad is not None for param in self.model.parameters()):
+            self.micro_batches += 1
         self._saved = {}
         allocated = self.lanes.allocated_bytes()
         if allocated is not None:
@@ -211,9 +214,9 @@ class LoopWatch:
                 input_bytes=min(inputs.get(kind, saved.get(kind, 0)), saved.get(kind, 0)),
                 working_bytes=working.get(kind, 0),
                 remaking_bytes=remaking.get(kind, 0),
-                can_recompute=can_recompute(layer),
+                can_recompute=self.may_recompute[number],
             )
-            for number, (layer, kind) in enumerate(zip(self.layers, kinds, strict=True))
+            for number, kind in enumerate(kinds)
         )
         return Loop(
             layers=layers,

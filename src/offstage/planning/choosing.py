@@ -78,8 +78,12 @@ def least_memory(job: Job, limits: Limits) -> Predicted:
     points = [_Point(hosted, offloaded, recomputed) for hosted, offloaded, recomputed in search.corners()]
     found = [search.setting(point, cues, 0) for point in points for cues in search.cues]
     sized = [(footprint(job, setting), setting) for setting in found]
-    fitting = [one for one in sized if one[0].host <= limits.host] or sized
-    return predict(job, min(fitting, key=lambda one: (one[0].device, one[0].host))[1])
+    fitting = [one for one in sized if one[0].host <= limits.host]
+    if not fitting:  # a large device may have room for what a small host has not
+        fuller = [search.with_less_on_host(setting) for setting in found]
+        fitting = [(footprint(job, setting), setting) for setting in fuller if setting is not None]
+        fitting = [one for one in fitting if one[0].device <= limits.device]
+    return predict(job, min(fitting or sized, key=lambda one: (one[0].device, one[0].host))[1])
 
 
 def choose(job: Job, limits: Limits, each: Sequence[Predicted] | None = None) -> Predicted | None:
@@ -212,6 +216,22 @@ class _Search:
                 empty, low = (whole, low) if fits else (empty, max(0, low - 1))
             self._predicted[point, cues] = predict(self.job, dataclasses.replace(empty, resident=low))
         return self._predicted[point, cues]
+
+    def with_less_on_host(self, setting: Setting) -> Setting | None:
+        """The same with just so much state on the device that the host has room for the rest; `None`: it never has."""
+
+        def fits(resident: int) -> bool:
+            return footprint(self.job, dataclasses.replace(setting, resident=resident)).host <= self.limits.host
+
+        low, high = 0, self.job.resident_below(setting.hosted) if self.job.may_move_state else 0
+        if not fits(high):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        if low == self.job.most_resident and not setting.hosted:  # nothing leaves: there is nothing to hide
+            return Setting(setting.choices, low)
+        return dataclasses.replace(setting, resident=low)
 
     def _fits_device(self, found: Footprint) -> bool:
         return found.device <= self.limits.device

@@ -44,7 +44,7 @@ class Part:
 
     @classmethod
     def of(cls, sizes: Sequence[ParamSize], min_bytes: int, *, is_layer: bool) -> Part:
-        trained = [size for size in sizes if size.state_bytes]
+        trained = [size for size in sizes if size.state_bytes or size.has_gradient]
         leaving = [size for size in trained if size.state_bytes >= max(1, min_bytes)]
         return cls(
             weights=sum(size.weight_bytes for size in sizes),
@@ -57,13 +57,19 @@ class Part:
         )
 
 
-def parts_of(sizes: Sequence[ParamSize], num_layers: int, min_bytes: int) -> tuple[Part, ...]:
-    """What lies before the layers, each of `num_layers` layers, and what lies behind them."""
+def part_numbers(sizes: Sequence[ParamSize], num_layers: int) -> list[int]:
+    """Of each parameter: 0 lies before the layers, 1 is the first layer, the last one lies behind them."""
     positions = [i for i, size in enumerate(sizes) if size.layer is not None]
     first = positions[0] if positions else len(sizes)
+    return [
+        1 + size.layer if size.layer is not None else 0 if i < first else num_layers + 1 for i, size in enumerate(sizes)
+    ]
+
+
+def parts_of(sizes: Sequence[ParamSize], num_layers: int, min_bytes: int) -> tuple[Part, ...]:
+    """What lies before the layers, each of `num_layers` layers, and what lies behind them."""
     members: list[list[ParamSize]] = [[] for _ in range(num_layers + 2)]
-    for i, size in enumerate(sizes):
-        number = (0 if i < first else num_layers + 1) if size.layer is None else 1 + size.layer
+    for size, number in zip(sizes, part_numbers(sizes, num_layers), strict=True):
         members[number].append(size)
     return tuple(Part.of(found, min_bytes, is_layer=0 < number <= num_layers) for number, found in enumerate(members))
 
@@ -151,7 +157,7 @@ class Job:
     @functools.cached_property
     def most_resident(self) -> int:
         """How many parameters have state that may leave."""
-        return sum(len(part.sizes) for part in self.parts)
+        return len(self._leaving)
 
     @functools.cached_property
     def largest_whole(self) -> int:
@@ -161,7 +167,8 @@ class Job:
     @functools.cached_property
     def largest_gradient(self) -> int:
         """Of a layer's parameters."""
-        return max((size.weight_bytes for size in self.sizes if size.state_bytes and size.layer is not None), default=0)
+        trained = (size for size in self.sizes if size.state_bytes or size.has_gradient)
+        return max((size.weight_bytes for size in trained if size.layer is not None), default=0)
 
     def unseen_of(self, setting: Setting) -> int:
         """What was measured for its kind. Other kinds are half as wrong as the worst of those that were measured."""
@@ -175,20 +182,37 @@ class Job:
         mean = sum(self.slowdowns.values()) / len(self.slowdowns)
         return self.slowdowns.get(setting.kind, (1.0 + mean) / 2)
 
+    @functools.cached_property
+    def _leaving(self) -> list[tuple[int, int]]:
+        """Of each parameter whose state may leave, in order: its part, and that state."""
+        numbers, least = part_numbers(self.sizes, self.num_layers), max(1, int(self.config.min_bytes))
+        found = zip(numbers, self.sizes, strict=True)
+        return [(number, size.state_bytes) for number, size in found if size.state_bytes >= least]
+
     def resident_below(self, hosted: int) -> int:
-        """How many parameters come before the first layer whose weights live on the host."""
-        if not hosted:
-            return self.most_resident
-        return sum(len(part.sizes) for part in self.parts[: 1 + self.num_layers - hosted])
+        """How many of them come before the first one of a layer whose weights live on the host."""
+        if hosted not in self._below:
+            first = 1 + self.num_layers - hosted
+            away = (i for i, (number, _) in enumerate(self._leaving) if first <= number <= self.num_layers)
+            self._below[hosted] = next(away, self.most_resident)
+        return self._below[hosted]
 
     def resident_bytes(self, setting: Setting) -> list[int]:
         """State of each part that stays on the device."""
-        left, found = setting.resident, []
-        for part in self.parts:
-            stays = part.sizes[: max(0, left)]
-            left -= len(part.sizes)
-            found.append(part.small + sum(stays))
-        return found
+        if setting.resident not in self._kept:
+            found = [part.small for part in self.parts]
+            for number, nbytes in self._leaving[: setting.resident]:
+                found[number] += nbytes
+            self._kept[setting.resident] = found
+        return self._kept[setting.resident]
+
+    @functools.cached_property
+    def _below(self) -> dict[int, int]:
+        return {}
+
+    @functools.cached_property
+    def _kept(self) -> dict[int, list[int]]:
+        return {}
 
     @functools.cached_property
     def _streaming_configs(self) -> tuple[OffloadConfig, OffloadConfig]:
@@ -208,7 +232,7 @@ class Job:
     def overrides(self, setting: Setting) -> dict[str, object]:
         """The fields of `OffloadConfig` that make `setting`."""
         kept = sum(self.resident_bytes(setting))
-        if kept >= self.state:
+        if kept >= self.state and not setting.hosted:
             return {
                 "fraction": 0.0,
                 "device_budget": None,
@@ -222,7 +246,7 @@ class Job:
             }
         # Half a byte more than what stays: a share is not exact, and no parameter is as small.
         return {
-            "fraction": max(0.0, 1.0 - (kept + 0.5) / self.state),
+            "fraction": 1.0 if kept >= self.state else max(0.0, 1.0 - (kept + 0.5) / self.state),
             "device_budget": None,
             "weights": self._weights_share(setting.hosted),
             "update_on": "device" if not setting.host_share else "host" if setting.host_share == 1.0 else "auto",

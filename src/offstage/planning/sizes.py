@@ -53,6 +53,8 @@ class ParamSize:
     """Belongs to a routed expert: `World` divides it differently, and its state moves only if it got a gradient."""
     layer: int | None = dataclasses.field(default=None, compare=False)
     """The number of its layer, if it is in one; known where weights may live on the host (`OffloadConfig.weights`)."""
+    has_gradient: bool = False
+    """Trained, also if without state."""
 
     def renamed(self, name: str, *, expert: bool) -> ParamSize:
         """A parameter of the same size. Four times as fast as `dataclasses.replace`: a plan may have a million."""
