@@ -380,6 +380,32 @@ def test_nothing_of_ours_is_left_on_the_device(mode: str) -> None:
     assert len({host_bytes for _, _, host_bytes in found}) == 1
 
 
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize(("kind", "options"), [(torch.optim.ASGD, {}), (torch.optim.RAdam, {"capturable": True})])
+def test_numbers_that_a_class_keeps_on_the_device_go_too(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], fraction: float
+) -> None:
+    """They rest on the host, and the next update has them where the class wants them."""
+
+    def trained(*, sleeps: bool) -> list[torch.Tensor]:
+        before = allocated()
+        model = stack(2, MIB)
+        plain = kind(model.parameters(), **options)
+        optimizer = offstage.offload(plain, model, **{**SMALL, "fraction": fraction})
+        for number in range(4):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 1.0 + number)
+            optimizer.step()
+            if sleeps:
+                sleep(model, optimizer)
+                assert allocated() == before
+                wake(model, optimizer)
+        return weights_of(model)
+
+    pairs = zip(trained(sleeps=True), trained(sleeps=False), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
 def stack(layers: int = 8, nbytes: int = 32 * MIB) -> nn.ParameterList:
     torch.manual_seed(0)
     return nn.ParameterList(torch.randn(nbytes // 4, device=DEVICE) for _ in range(layers))

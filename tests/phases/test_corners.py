@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Corners of sleep and wake: odd tensors, odd orders, and uses that torch does not announce."""
 
+import contextlib
 import copy
+import functools
 import gc
+import itertools
 import signal
 import time
 import weakref
@@ -14,14 +17,19 @@ from torch.utils.checkpoint import checkpoint
 
 import offstage
 from offstage import asleep, sleep, wake
+from offstage.engine import pipeline
 from offstage.engine.gradients import HostGradients
 from offstage.engine.timer import StepTimer
 from offstage.errors import ConfigError, OffstageError
 from offstage.lanes.lanes import ImmediateLanes
 from offstage.lanes.link import use_lanes
-from offstage.phases.parking import Lot
+from offstage.memory.pool import Range
+from offstage.optimizer.optimizer import runtime_of
+from offstage.phases import parking
+from offstage.phases.parking import Lot, lot_for
+from offstage.rules import adamw
 from offstage.tensors import norm_of
-from tests.phases.test_sleep import SMALL, all_same, backward, clones, make
+from tests.phases.test_sleep import CPU, SMALL, all_same, backward, clones, make
 from tests.support.training import lazily, same_bits
 
 
@@ -31,6 +39,19 @@ def _lanes(request, monkeypatch):
         monkeypatch.setattr(f"offstage.phases.parking.{name}", value)
     with lazily(request.param) if request.param is not None else use_lanes(ImmediateLanes):
         yield
+
+
+def interrupted(function, at=1):
+    """`function`, and Ctrl-C when its call number `at` is over."""
+    calls = itertools.count(1)
+
+    def call(*arguments):
+        made = function(*arguments)
+        if next(calls) == at:
+            signal.raise_signal(signal.SIGINT)
+        return made
+
+    return call
 
 
 def test_conversions_need_values():
@@ -161,6 +182,36 @@ def test_a_backbone_of_two_models_in_two_calls():
     first(torch.ones(1, 8))
     assert torch.equal(alias.weight, expected)
     assert alias.weight.data_ptr() == backbone.weight.data_ptr()
+
+
+def test_a_part_sleeps_while_the_whole_is_waking():
+    inner = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    outer = nn.Sequential(inner, nn.Linear(16, 16))
+    x = torch.randn(2, 16)
+    expected = outer(x)
+    sleep(outer)
+    wake(outer)
+    assert sleep(inner).freed_bytes == sum(param.nbytes for param in inner.parameters())
+    assert not any(param.untyped_storage().nbytes() for param in inner.parameters())
+    with pytest.raises(OffstageError, match="asleep"):
+        outer(x)
+    wake(inner)
+    assert same_bits(outer(x), expected)
+
+
+@pytest.mark.parametrize("wakes", [False, True])
+def test_an_optimizer_that_is_dropped(wakes):
+    """While it sleeps, or wakes."""
+    model, optimizer = make({"fraction": 0.5})
+    expected = clones(model.parameters())
+    with sleep(model, optimizer):
+        woken = wake(model, optimizer) if wakes else None
+        del optimizer
+        gc.collect()
+    if woken is not None:
+        woken.wait()
+    assert not asleep(model)
+    assert all_same(model.parameters(), expected)
 
 
 @pytest.mark.parametrize("size", [8, 5])
@@ -366,6 +417,100 @@ def test_a_signal_while_the_copies_run(is_read, monkeypatch):
         model.weight.sum()
     wake(model).wait()
     assert same_bits(model.weight.detach(), expected)
+
+
+def test_what_a_signals_handler_has_read_stays(monkeypatch):
+    """The memory that it was read from is given back."""
+    model = nn.Linear(16, 16)
+    expected, seen = clones(model.parameters()), []
+    stores = Lot.store
+
+    def store(lot, leaving, meanwhile):
+        def then():
+            meanwhile()
+            seen.append(model.state_dict())  # as a handler would, here
+
+        return stores(lot, leaving, then)
+
+    monkeypatch.setattr(Lot, "store", store)
+    sleep(model)
+    assert [one.untyped_storage().nbytes() for one in seen[0].values()] == [one.nbytes for one in expected]
+    assert all_same(seen[0].values(), expected)
+    wake(model)
+
+
+def test_an_interrupt_where_a_tensor_is_back(monkeypatch):
+    """Its version has gone down once, and does not go down again."""
+    model = nn.Linear(16, 16).requires_grad_(False)
+    x = torch.randn(2, 16)
+    expected, versions = model(x), [param._version for param in model.parameters()]
+    sleep(model)
+    with monkeypatch.context() as during:
+        during.setattr("offstage.phases.parking.move_versions", interrupted(parking.move_versions))
+        wake(model)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+    assert same_bits(model(x), expected)
+    assert [param._version for param in model.parameters()] == versions
+
+
+@pytest.mark.parametrize("way", ["sleep", "return_slots"])
+def test_an_interrupt_while_slots_are_given_back(way, monkeypatch):
+    found = []
+    for at in (None, 1):
+        model, optimizer = make({})
+        give_back = functools.partial(sleep, optimizer) if way == "sleep" else runtime_of(optimizer).return_slots
+        with monkeypatch.context() as during:
+            during.setattr("offstage.engine.pipeline.Ring", interrupted(pipeline.Ring, at))
+            with pytest.raises(KeyboardInterrupt) if at is not None else contextlib.nullcontext():
+                give_back()
+        if asleep(optimizer):
+            wake(optimizer)
+        for number in range(2):
+            backward(model, number)
+            optimizer.step()
+        optimizer.synchronize()
+        found.append(clones(model.parameters()))
+    assert all_same(*found)
+
+
+def test_an_interrupt_while_the_rules_numbers_come_back(monkeypatch):
+    """Otherwise some are on the device, and some on the host."""
+    scratch, state = adamw._Scratch(CPU), nn.Module()  # as far as it asks
+    scratch.prints(state)[0].fill_(7)
+    scratch.rest()
+    monkeypatch.setattr("offstage.rules.adamw._cells", interrupted(adamw._cells))
+    with pytest.raises(KeyboardInterrupt):
+        scratch.resume()
+    assert not scratch.rests
+    assert scratch.prints(state)[0] == 7
+
+
+def test_an_interrupt_while_host_memory_is_used_again(monkeypatch):
+    """That of gradients, each time of other ones."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    sizes = []
+    for at in (None, 1, 1, 1):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with monkeypatch.context() as during:
+            during.setattr(Range, "is_handed_out", property(interrupted(Range.is_handed_out.fget, at)))
+            with contextlib.suppress(KeyboardInterrupt):
+                sleep(model)
+        sleep(model)
+        sizes.append(lot_for(CPU).host_bytes)
+        wake(model).wait()
+        model.zero_grad()
+    assert len(set(sizes)) == 1
+
+
+def test_an_interrupt_where_the_collector_is_switched_off(monkeypatch):
+    model = nn.Linear(8, 8)
+    with monkeypatch.context() as during:
+        during.setattr("offstage.phases.sleep.gc.disable", interrupted(gc.disable))
+        with pytest.raises(KeyboardInterrupt):
+            sleep(model)
+    assert gc.isenabled()
 
 
 def test_split_masters_are_read_in_inference_mode_after_waking():

@@ -377,7 +377,8 @@ class HostGradients:
         self.let_go()
         numbers = {id(one): one for gradient in everything for one in gradient.numbers}
         if numbers:
-            rows = torch.stack([number.double() for number in numbers.values()]).cpu().unbind()
+            here = [number.to(self._lanes.device, torch.float64) for number in numbers.values()]  # clipping chose where
+            rows = torch.stack(here).cpu()
             found = {key: row.to(one.dtype) for (key, one), row in zip(numbers.items(), rows, strict=True)}
             for gradient in everything:
                 gradient.rest(found)

@@ -207,6 +207,16 @@ def set_scalars(state: ParamState, values: Mapping[str, Any], group: dict[str, A
     }
 
 
+def rest_scalars(state: ParamState, group: dict[str, Any]) -> None:
+    """The job sleeps: the numbers that are kept on the device wait on the host until the next update."""
+    state.scalars = {
+        name: value.cpu()
+        if isinstance(value, torch.Tensor) and _scalar_device(state, name, group).type != "cpu"
+        else value
+        for name, value in state.scalars.items()
+    }
+
+
 def _scalar_device(state: ParamState, name: str, group: dict[str, Any]) -> torch.device:
     on_host = state.placement is Placement.HOST
     return torch.device("cpu") if on_host else state.rule.scalar_device(name, state.param, group)

@@ -543,7 +543,7 @@ class Runtime:
 
     def return_slots(self) -> None:
         """Between steps: slots give their memory back behind their last stores, and the next step makes them again."""
-        with self.turn:
+        with self.turn, deferred_interrupts():
             for engine in self.engines:
                 pipeline = engine.transport.pipeline
                 pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
@@ -557,10 +557,14 @@ class Runtime:
         if engine is None:
             return 0
         pipeline = engine.transport.pipeline
-        freed = pipeline.device_bytes
-        pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
-        engine.transport.gradients.rest()
-        self.rule.rest(device)
+        with deferred_interrupts():
+            freed = pipeline.device_bytes
+            pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
+            engine.transport.gradients.rest()
+            self.rule.rest(device)
+            for param, group in self.group_of().items():
+                if (state := self.state_of(param)).device == device:
+                    named_state.rest_scalars(state, group)
         return freed
 
     def synchronize(self) -> None:

@@ -170,13 +170,14 @@ class ParkedStorage(Guard):
             lanes.wait(self.coming, "wake: the tensor is back")
             if lanes.checks:
                 lanes.touch(writes=[self.bytes()])
-            tensors = self.tensors
-            for tensor in tensors:
-                bring_back(tensor)
-            move_versions(tensors, -1)
-            self.stage, self.storage = Stage.HERE, None
-            self.lot.is_back(self)
-            self._tensors.clear()  # the next sleep finds those that there are then
+            with deferred_interrupts():
+                tensors = self.tensors
+                for tensor in tensors:
+                    bring_back(tensor)
+                move_versions(tensors, -1)
+                self.stage, self.storage = Stage.HERE, None
+                self.lot.is_back(self)
+                self._tensors.clear()  # the next sleep finds those that there are then
 
     def use(self, how: str) -> None:
         """The values are about to be used: wait until they are back, or raise."""
@@ -191,9 +192,9 @@ class ParkedStorage(Guard):
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         with self.lot.turn:
-            if self.stage is Stage.LEAVING:  # a signal's handler: the values are still there
+            if self.stage is Stage.LEAVING:  # a signal's handler, which may keep it: the memory is about to be freed
                 with unguarded():
-                    return tensor.detach()
+                    return tensor.detach().to("cpu", copy=True)
             if self.stage is Stage.AWAY:
                 assert self.range is not None
                 self.remember(None)  # other code may write what it gets
@@ -242,7 +243,7 @@ class Wrapper(Guard):
 
     def readable(self, tensor: torch.Tensor) -> torch.Tensor:
         local = self._parked.readable(local_of(tensor))
-        if self._parked.stage is not Stage.AWAY:
+        if self._parked.stage is Stage.HERE:
             bring_back(tensor)
             return tensor
         return like(local, tensor)
@@ -279,6 +280,8 @@ class Lot:
         """The parked storage, or the one to be parked, that `tensor` uses."""
         storage = tensor.untyped_storage()
         found = self.parked.get(storage._cdata)
+        if found is not None:
+            found.back()  # on its way, as another object's
         if found is None or found.nbytes != storage.nbytes() != 0:
             found = self.parked[storage._cdata] = ParkedStorage(self, storage, kind, label)
         found.know(tensor)
@@ -434,16 +437,18 @@ class Lot:
 
     def _run_releases(self, reason: str) -> None:
         """Host memory that no fetch reads, and no other code holds, is free again."""
+        queued = len(self._releases)  # more may come meanwhile
         self.lanes.synchronize(reason)  # a fetch may have been waited for on another stream than the caller's
-        queued, self._releases[:] = list(self._releases), []
-        for taken, after, storage in queued:
-            if taken.is_handed_out:
-                self._releases.append((taken, None, None))
-                continue
-            if after is not None:
-                self.lanes.touch_on_host(writes=[taken.tensor])
-            del storage
-            taken.pool.give_back(taken)
+        with deferred_interrupts():
+            for _ in range(queued):
+                taken, after, storage = self._releases.pop(0)
+                if taken.is_handed_out:
+                    self._releases.append((taken, None, None))
+                    continue
+                if after is not None:
+                    self.lanes.touch_on_host(writes=[taken.tensor])
+                del storage
+                taken.pool.give_back(taken)
 
 
 def _drain(lanes: Lanes, pools: object, releases: object, owner: int) -> None:

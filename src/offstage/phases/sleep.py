@@ -120,8 +120,8 @@ def _turns(sleepers: Iterable[Sleeper]) -> Iterator[None]:
 def _no_collection() -> Iterator[None]:
     """Python's collector looks at every object of the process: longer than a GiB takes over the link."""
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:

@@ -237,7 +237,8 @@ class OffloadedSleeper(Sleeper):
         return found
 
     def runtimes(self) -> list[Runtime]:
-        return [self.runtime]
+        runtime = self._runtime()
+        return [runtime] if runtime is not None else []  # it may be dropped while it sleeps
 
     def items(self) -> Iterator[Item]:
         for state in self.runtime.all_states():
@@ -251,7 +252,8 @@ class OffloadedSleeper(Sleeper):
         self.runtime.rest = self
 
     def _forget_hooks(self) -> None:
-        self.runtime.rest = None
+        for runtime in self.runtimes():
+            runtime.rest = None
 
 
 def _read_from_host(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

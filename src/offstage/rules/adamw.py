@@ -19,6 +19,7 @@ from offstage.config import OffloadConfig
 from offstage.errors import ConfigError
 from offstage.lanes.host_threads import Kernel, NativeSlice, Slice
 from offstage.lanes.lanes import on_device
+from offstage.memory.interrupts import deferred_interrupts
 from offstage.rules.rule import (
     MASTER_KEY,
     MASTER_LOW_KEY,
@@ -315,16 +316,17 @@ class _Scratch:
     @torch.inference_mode(False)  # a reader may bring it back, and the next step writes it
     def resume(self) -> None:
         """It is used again: everything comes back in one copy, for which the host does not wait."""
-        states = list(self._rested)
-        rows = [self._rested[state] for state in states]
-        numbers = torch.cat([self.foreign, self.foreign_before, *rows])
-        if self.device.type != "cpu":
-            numbers = numbers.pin_memory().to(self.device, non_blocking=True)
-        self.foreign, self.foreign_before = numbers[:1], numbers[1:2]
-        self._prints.update(zip(states, map(_cells, numbers[2:].view(-1, 3)), strict=True))
-        self._rested.clear()
-        self._make_tables(_ROWS)
-        self.rests = False
+        with deferred_interrupts():
+            states = list(self._rested)
+            rows = [self._rested[state] for state in states]
+            numbers = torch.cat([self.foreign, self.foreign_before, *rows])
+            if self.device.type != "cpu":
+                numbers = numbers.pin_memory().to(self.device, non_blocking=True)
+            self.foreign, self.foreign_before = numbers[:1], numbers[1:2]
+            self._prints.update(zip(states, map(_cells, numbers[2:].view(-1, 3)), strict=True))
+            self._rested.clear()
+            self._make_tables(_ROWS)
+            self.rests = False
 
     def at_rest(self, state: ParamState) -> torch.Tensor | None:
         """The fingerprint that the weight of `state` should have, if it rests."""

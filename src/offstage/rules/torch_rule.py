@@ -204,8 +204,16 @@ class TorchRule(Rule):
             if key.name in update.of.present and key.name != MASTER_KEY:
                 inner_state[target][key.name] = shaped(piece, piece.state[key.name], key)
         for name, value in update.of.scalars.items():
-            inner_state[target][name] = value.clone() if isinstance(value, torch.Tensor) else value
+            inner_state[target][name] = self._copy_of(name, value, piece) if isinstance(value, torch.Tensor) else value
         return target
+
+    def _copy_of(self, name: str, value: torch.Tensor, piece: PieceUpdate) -> torch.Tensor:
+        """A copy of the scalar `value` where the class wants it: it may have rested on the host."""
+        if piece.host_copies is None:
+            home = self.scalar_device(name, piece.update.of.param, piece.update.group)
+            if home.type != "cpu":
+                return value.to(home, non_blocking=True, copy=True)
+        return value.clone()
 
     def target_of(self, piece: PieceUpdate, tensor: torch.Tensor) -> torch.Tensor:
         """What the class takes for a parameter, in the memory of `tensor`."""
