@@ -51,7 +51,7 @@ def cues_and_places(rng):
 def test_the_bits_stay(kind, micro_batches, clip, change):
     run = {"kind": kind, "micro_batches": micro_batches, "clip": clip}
     number = [*FORMATS].index(kind) + 3 * [*CLIPS].index(clip) + 12 * (micro_batches - 1)
-    for lanes, seed in ((None, number), (number, 100 + number)):
+    for lanes, seed in ((number, 100 + number), (None, number))[: 1 if change is cues_only else 2]:
         assert_same_tree(replanned(change, lanes=lanes, seed=seed, **run), plainly_trained(**run))
 
 

@@ -74,7 +74,7 @@ def weights_only(kind):
 def test_the_bits_stay(kind, micro_batches, clip, change):
     run = {"kind": kind, "micro_batches": micro_batches, "clip": clip}
     number = [*FORMATS].index(kind) + 3 * [*CLIPS].index(clip) + 12 * (micro_batches - 1)
-    for lanes, seed in ((None, number), (number, 100 + number)):
+    for lanes, seed in ((number, 100 + number), (None, number))[: 1 if change is weights_only else 2]:
         found = replanned(change(kind), lanes=lanes, seed=seed, **run, **CUES[number % 4])
         assert_same_tree(found, plainly_trained(**run))
 
