@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fit` in loops that are not as even as those it plans for."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ import offstage
 from offstage.errors import ConfigError, HostMemoryError, StepLostError
 from offstage.fitting.fitted import Stage
 from offstage.optimizer.optimizer import OffloadedOptimizer, runtime_of
+from offstage.planning.choices import Choice
 from tests.support.contract import assert_same_weights
 from tests.support.machines import machine
 from tests.support.simulated_jobs import ROWS, SMALL, WIDTH, Blocks, Task, device, fitting
@@ -187,6 +190,22 @@ def test_a_plan_of_a_loop_that_did_something_else_with_gradients(clip, caplog):
     assert max(ran.peaks) <= 2_200_000
     assert ran.optimizer.fitted.loop.clips == (clip == "ours")
     assert ran.optimizer.fitted.loop.reads_gradients == (clip == "torch")
+
+
+def test_a_plan_that_recomputes_layers_that_write_to_their_buffers(caplog):
+    plan = Task(steps=5, layers=4).run(fitting("1GiB"), device()).optimizer.fitted
+    setting = dataclasses.replace(plan.setting, choices=(Choice.RECOMPUTE,) * 4)
+    predicted = dataclasses.replace(plan.predicted, setting=setting)
+    model = Blocks(4)
+    for layer in model.layers:
+        layer.register_buffer("calls", torch.zeros(()))
+        layer.up.register_forward_pre_hook(lambda _, given, calls=layer.calls: (given[0] + 0 * calls.add_(1.0),))
+    given = {"plan": dataclasses.replace(plan, predicted=predicted), "machine": machine(), **SMALL}
+    optimizer = offstage.fit(model, torch.optim.AdamW(model.parameters()), "1GiB", **given)
+    train(model, optimizer, 3)
+    assert "is for a loop that does something else" in caplog.text
+    assert Choice.RECOMPUTE not in optimizer.fitted.setting.choices
+    assert [float(layer.calls) for layer in model.layers] == [3.0] * 4
 
 
 def test_a_plan_of_the_same_loop_is_run_as_it_is():

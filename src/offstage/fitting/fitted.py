@@ -334,11 +334,13 @@ class Fitted:
         return overlap is None or (overlap.brings_at_once and not (micro_batches > 1 and overlap.brings_some_in_parts))
 
     def _is_for_this_loop(self, given: FitPlan) -> bool:
-        """Whether the loop that was watched does to gradients what it did when `given` was made."""
+        """Whether the loop that was watched does to gradients, and layers to buffers, what they did before."""
         watch, loop = self._watch, given.loop
         seen = (watch.micro_batches, watch.clips, watch.reads_gradients)
         at_once = self._brings_at_once(watch.micro_batches) or not given.setting.update_in_backward
-        return at_once and seen == (loop.micro_batches, loop.clips, loop.reads_gradients)
+        chosen = zip(given.setting.choices, self._may_recompute, strict=True)
+        repeats = all(may_recompute or choice is not Choice.RECOMPUTE for choice, may_recompute in chosen)
+        return at_once and repeats and seen == (loop.micro_batches, loop.clips, loop.reads_gradients)
 
     @property
     def _watched(self) -> Setting:
