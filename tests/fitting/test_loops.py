@@ -142,6 +142,15 @@ def test_gradients_that_only_the_first_iteration_reads():
     assert watcher_of(optimizer).job.loop.reads_gradients
 
 
+def test_batches_that_have_grown_are_timed_again():
+    """At the next look: neither are they taken for a link that is slower, nor is one overlooked from then on."""
+    ran = Task(steps=80, rows=lambda step: 19 if step < 6 else 87).run(fitting("1GiB"), device())
+    watcher = watcher_of(ran.optimizer)
+    assert watcher.job.loop.input_elements == 87 * WIDTH
+    assert watcher.stage is Stage.SETTLED
+    assert watcher._settled_ms == pytest.approx(ran.times[-1], rel=1e-3)  # which has zero_grad(), too
+
+
 class Counting(nn.Module):
     """Writes to a buffer, which changes what it makes."""
 
@@ -227,16 +236,10 @@ def test_a_step_that_is_skipped_behind_updates_in_backward_is_refused_as_by_offl
 
 
 def test_an_evaluation_that_forgot_no_grad_is_no_micro_batch():
-    def make(model, made, simulated):
-        optimizer = fitting(2_000_000)(model, made, simulated)
-        switched.append(optimizer)
-        return optimizer
-
-    switched = []
     with device() as simulated:
         model = Blocks()
         simulated.adopt(model)
-        optimizer = make(model, torch.optim.AdamW(model.parameters()), simulated)
+        optimizer = fitting(2_000_000)(model, torch.optim.AdamW(model.parameters()), simulated)
         train(model, optimizer, 24)
         setting = optimizer.fitted.setting
         for _ in range(3):
@@ -261,7 +264,6 @@ def test_what_takes_too_much_in_any_case_goes_on_with_the_least(extra):
         simulated.adopt(model)
         optimizer = fitting(2_000_000)(model, torch.optim.AdamW(model.parameters()), simulated)
         train(model, optimizer, 2)
-        simulated.adopt(torch.zeros(extra // 4))
         kept = torch.zeros(extra // 4)
         simulated.adopt(kept)
         train(model, optimizer, 26)

@@ -34,7 +34,7 @@ from offstage.lanes.testing.lazy import LazyLanes
 from offstage.modules import is_ours
 from offstage.optimizer.optimizer import runtime_of
 from offstage.optimizer.overlap.left_gradient import LeftGradient
-from offstage.weights.choosing import WEIGHT_SLOTS
+from offstage.planning.host_weights import LAYERS_ON_DEVICE
 from offstage.weights.host_layer import HostLayer
 from offstage.weights.host_weights import host_weight_of
 from tests.support import overlap
@@ -318,9 +318,9 @@ def test_a_size_is_the_most_device_memory_for_weights():
     layer = layer_bytes(model)
     rest = sum(param.nbytes for param in model.parameters()) - 8 * layer
     for stay in range(3):
-        model, _ = made(rest + (WEIGHT_SLOTS + stay) * layer)
+        model, _ = made(rest + (LAYERS_ON_DEVICE + stay) * layer)
         assert on_host_in(model) == list(range(stay, 8))
-    too_small = rest + WEIGHT_SLOTS * layer - 1
+    too_small = rest + LAYERS_ON_DEVICE * layer - 1
     refused(ConfigError, lambda: made(too_small), "cannot hold what is not in the model's layers", "Raise it to")
 
 

@@ -14,7 +14,6 @@ import enum
 import logging
 import math
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,7 +113,9 @@ class Fitted:
         """How long an iteration took with each setting that stayed under the limit."""
         self._versions = [_versions_of(layer) for layer in self._layers]
         """Of the layers' buffers, before the first forward."""
-        self._may_recompute = [can_recompute(layer) and not found for layer, found in self._with_versions()]
+        self._may_recompute = [
+            can_recompute(layer) and not versions for layer, versions in zip(self._layers, self._versions, strict=True)
+        ]
         """Not before it was seen that a layer's forward writes to no buffer: a second one would write twice."""
         self._watch = LoopWatch(
             model,
@@ -138,13 +139,11 @@ class Fitted:
         self._bind()
         self._lanes.reset_peak()
 
-    def _with_versions(self) -> Iterator[tuple[nn.Module, list[int]]]:
-        return zip(self._layers, self._versions, strict=True)
-
     def _look_at_buffers(self) -> None:
         """An iteration is over: layers that wrote to none of their buffers may be recomputed."""
         self._may_recompute[:] = [
-            can_recompute(layer) and _versions_of(layer) == before for layer, before in self._with_versions()
+            can_recompute(layer) and _versions_of(layer) == before
+            for layer, before in zip(self._layers, self._versions, strict=True)
         ]
 
     def _watched_choices(self) -> tuple[Choice, ...]:
@@ -206,8 +205,8 @@ class Fitted:
         leaves = [leaf for leaf in tree_leaves((arguments, keywords)) if isinstance(leaf, torch.Tensor)]
         self._elements = sum(leaf.numel() for leaf in leaves)
         # One whose backward did not come is no micro-batch: an evaluation, or a step that was skipped.
-        has_gradients = any(param.grad is not None for param in model.parameters())
-        self._forwards = self._forwards + 1 if self._forwards and has_gradients else 1
+        follows = self._forwards > 0 and any(param.grad is not None for param in model.parameters())
+        self._forwards = self._forwards + 1 if follows else 1
         if self._forwards == 1:
             self._begun = self._lanes.stamp(Lane.CALLER)
         if self.plan is not None:
@@ -506,7 +505,9 @@ class Fitted:
             return
         peak, took_ms = self._lanes.peak_bytes(), self._took_ms()
         is_over = self.limits.device < peak
-        seems_slower = self._is_whole and bool(self._settled_ms) and took_ms > _SLOWER * self._settled_ms
+        if self._is_whole and not self._settled_ms:  # batches have grown since: this is how long they take
+            self._settled_ms = took_ms
+        seems_slower = self._is_whole and took_ms > _SLOWER * self._settled_ms
         is_slower, self._was_slower = seems_slower and self._was_slower, seems_slower
         if not (is_over or is_slower):
             return

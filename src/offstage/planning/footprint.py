@@ -12,17 +12,15 @@ from dataclasses import dataclass
 
 from offstage.config import OffloadConfig
 from offstage.planning.choices import Choice
+from offstage.planning.host_weights import LAYERS_BEHIND, LAYERS_WITH_GRADIENTS
 from offstage.planning.job import Job, Part, Setting
 from offstage.planning.plan import HOST_SLOTS
 from offstage.planning.predict import COLLECTED, GRADIENTS_IN_FLIGHT, HOST_CHUNK, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
 
-_LAYERS_WITH_GRADIENTS = 3
-_BEHIND = 2
-"""Layers that backward has left and whose weights are still on the device, where they live on the host."""
+_IN_STEP = 3
+"""Layers whose weights live on the host and are there at once while `step()` makes their updates."""
 _LEAVING = 2
 """Gradients of earlier layers that are still on their way to the host. Of those that may be the others are its own."""
-_IN_STEP = 3
-"""Such layers that are there at once while `step()` makes their updates."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class _Counted:
         """
         split, num = len(self.stay), len(self.stay) + len(self.hosted)
         reached = max(reached, split)  # they do not leave before others come
-        there = range(max(split, min(reached, num - 1) - 1), min(num, reached + 1 + _BEHIND))
+        there = range(max(split, min(reached, num - 1) - 1), min(num, reached + 1 + LAYERS_BEHIND))
         return sum(self.hosted[number - split].movable for number in there)
 
     def _gradients(self, reached: int) -> float:
@@ -123,7 +121,7 @@ class _Counted:
 
     def _most_hosted_gradients(self) -> float:
         """Gradients of weights that live on the host: of the layer that backward is in, and those that wait."""
-        most = _LAYERS_WITH_GRADIENTS * self.largest
+        most = LAYERS_WITH_GRADIENTS * self.largest
         if self.loop.micro_batches > 1:  # sums come back
             return most
         if not self.setting.update_in_backward:  # they leave

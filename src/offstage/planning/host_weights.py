@@ -29,11 +29,12 @@ from offstage.planning.predict import (
 )
 from offstage.planning.sizes import NO_LAYER, Columns, Mask, Numbers, total
 
-LAYERS_ON_DEVICE = 4
-"""Layers whose weights are on the device at once: the one that runs, the next one, and two that backward has left and
-whose updates are under way."""
-_LAYERS_WITH_GRADIENTS = 3
-"""Layers whose gradients are on the device at once: the one that backward is in, and the two that it has left."""
+LAYERS_BEHIND = 2
+"""Layers that backward has left and whose updates may still be under way: with fewer the link has pauses."""
+LAYERS_ON_DEVICE = 2 + LAYERS_BEHIND
+"""Layers whose weights are on the device at once: the one that runs, the next one, and those that backward has left."""
+LAYERS_WITH_GRADIENTS = 1 + LAYERS_BEHIND
+"""Layers whose gradients are on the device at once: the one that backward is in, and those that it has left."""
 _LAYERS_KEPT = 2
 """Layers whose weights wait on the device: the last ones between forward and backward, and the first ones between
 backward and what follows."""
@@ -141,7 +142,7 @@ class Hosted:
     @property
     def gradients(self) -> float:
         """The most of their gradients on the device."""
-        return min(self.trained, _LAYERS_WITH_GRADIENTS * self.largest)
+        return min(self.trained, LAYERS_WITH_GRADIENTS * self.largest)
 
     @property
     def first_gradients(self) -> float:

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 
 from offstage.config import OffloadConfig
 from offstage.planning.choices import Choice
+from offstage.planning.host_weights import LAYERS_ON_DEVICE
 from offstage.planning.loop import Loop
 from offstage.planning.machine import Machine
 from offstage.planning.plan import slot_bytes_for
 from offstage.planning.predict import Rates, rates_of
 from offstage.planning.sizes import ParamSize
-
-MOST_LAYERS_ON_DEVICE = 4
-"""Layers whose weights are on the device at once, where they live on the host."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Setting:
     def memory_kind(self) -> str:
         """Settings of one such kind have the same things on the device at their peak."""
         # Those that are on the device at once are as many in all jobs with that many layers, or more, on the host.
-        hosted = min(self.hosted, MOST_LAYERS_ON_DEVICE)
+        hosted = min(self.hosted, LAYERS_ON_DEVICE)
         where = f"weights of {hosted} or more layers on the host" if hosted else "weights on the device"
         return f"{where}, updates in backward" if self.update_in_backward else where
 
@@ -191,11 +189,9 @@ class Job:
 
     def resident_below(self, hosted: int) -> int:
         """How many of them come before the first one of a layer whose weights live on the host."""
-        if hosted not in self._below:
-            first = 1 + self.num_layers - hosted
-            away = (i for i, (number, _) in enumerate(self._leaving) if first <= number <= self.num_layers)
-            self._below[hosted] = next(away, self.most_resident)
-        return self._below[hosted]
+        first = 1 + self.num_layers - hosted
+        away = (i for i, (number, _) in enumerate(self._leaving) if first <= number <= self.num_layers)
+        return next(away, self.most_resident)
 
     def resident_bytes(self, setting: Setting) -> list[int]:
         """State of each part that stays on the device."""
@@ -207,11 +203,8 @@ class Job:
         return self._kept[setting.resident]
 
     @functools.cached_property
-    def _below(self) -> dict[int, int]:
-        return {}
-
-    @functools.cached_property
     def _kept(self) -> dict[int, list[int]]:
+        """What `resident_bytes` has found."""
         return {}
 
     @functools.cached_property

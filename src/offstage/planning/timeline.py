@@ -13,12 +13,11 @@ from collections import deque
 from collections.abc import Sequence
 
 from offstage.planning.choices import Choice
+from offstage.planning.host_weights import LAYERS_BEHIND
 from offstage.planning.job import Job, Setting
 from offstage.planning.predict import GRADIENTS_IN_FLIGHT, OLD_WEIGHTS_ON_HOST
 
 _ITERATIONS = 3
-_BEHIND = 2
-"""Layers that backward has left and whose updates may be under way, where weights live on the host."""
 _KEPT = 2
 """Layers whose weights wait on the device between forward and backward."""
 _GRADIENTS_KEPT = 0.5
@@ -238,8 +237,8 @@ class _Followed:
                 self._fetch(number - 1, reached)
                 if micro_batch:  # sums of earlier micro-batches come back
                     self.caller = max(self.caller, self._bring(self.gradients[1 + number], reached))
-                self.caller = max(self.caller, self.here[number], updated.get(number + 1 + _BEHIND, 0.0))
-                self._drop(number + 1 + _BEHIND)
+                self.caller = max(self.caller, self.here[number], updated.get(number + 1 + LAYERS_BEHIND, 0.0))
+                self._drop(number + 1 + LAYERS_BEHIND)
             for wanted in self._next_away(number):
                 if wanted not in back:
                     back[wanted] = self._bring(self.away[wanted], reached)

@@ -13,7 +13,8 @@ from offstage.config import OffloadConfig, format_size
 from offstage.errors import ConfigError
 from offstage.memory.guarded import class_of
 from offstage.modules import layers_of, uses_ddp
-from offstage.weights.host_weights import BEHIND, refuse_ddp
+from offstage.planning.host_weights import LAYERS_ON_DEVICE
+from offstage.weights.host_weights import refuse_ddp
 
 Chosen = dict[nn.Module, dict[str, nn.Parameter]]
 """The parameters of each layer that live on the host, by name."""
@@ -90,15 +91,11 @@ def _stays(model: nn.Module, sizes: Sequence[int], everything: int, config: Offl
     budget = int(config.weights)
     if total <= budget:
         return everything
-    need = total - everything + WEIGHT_SLOTS * max(sizes)
+    need = total - everything + LAYERS_ON_DEVICE * max(sizes)
     if need > budget:
         raise ConfigError(
             f"weights={format_size(budget)} cannot hold what is not in the model's layers, "
-            f"{format_size(total - everything)}, and {WEIGHT_SLOTS} layers of {format_size(max(sizes))} that are on "
-            f"their way. Raise it to {format_size(need, up=True)}."
+            f"{format_size(total - everything)}, and {LAYERS_ON_DEVICE} layers of {format_size(max(sizes))} that are "
+            f"on their way. Raise it to {format_size(need, up=True)}."
         )
     return budget - need
-
-
-WEIGHT_SLOTS = 2 + BEHIND
-"""Layers whose weights are on the device at once: the one that runs, the next one, and those that backward has left."""

@@ -37,13 +37,12 @@ from offstage.modules import (
     running_backward,
     uses_ddp,
 )
+from offstage.planning.host_weights import LAYERS_BEHIND
 from offstage.tensors import forget_home, set_home
 from offstage.weights.foreign_gradient import ForeignGradient
 from offstage.weights.host_layer import HostLayer, HostWeight
 from offstage.weights.saved_weight import SavedWeight, unpack
 
-BEHIND = 2
-"""Layers that backward has left and whose updates may still be under way: with fewer the link has pauses."""
 _on_host: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Every parameter that lives on the host."""
 
@@ -244,7 +243,7 @@ class HostWeights:
     def most_device_bytes(self) -> int:
         """What is there at most, if layers run one after the other: see `_keep`."""
         largest = max((layer.nbytes for layer in self._layers.values()), default=0)
-        return min(len(self._layers), self._ahead + 1 + BEHIND) * largest
+        return min(len(self._layers), self._ahead + 1 + LAYERS_BEHIND) * largest
 
     # Forward
 
@@ -387,7 +386,7 @@ class HostWeights:
             self._reached = module
             number = self._order.index(module) if module in self._order else 0
             before = self._order[max(0, number - self._ahead) : number]
-            behind = BEHIND if self.listener is not None else 1
+            behind = LAYERS_BEHIND if self.listener is not None else 1
             self._keep([*self._order[number + 1 : number + 1 + behind], module, *before])
             for one in (module, *reversed(before)):
                 self._fetch(one)
