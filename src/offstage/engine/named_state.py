@@ -207,13 +207,13 @@ def set_scalars(state: ParamState, values: Mapping[str, Any], group: dict[str, A
     }
 
 
-def rest_scalars(state: ParamState, group: dict[str, Any]) -> None:
-    """The job sleeps: the numbers that are kept on the device wait on the host until the next update."""
+def rest_scalars(state: ParamState) -> None:
+    """The job sleeps: the numbers that are on the device wait on the host until the next update.
+
+    Some classes make there what they take from the host as well (ASGD's `step`): it goes, too.
+    """
     state.scalars = {
-        name: value.cpu()
-        if isinstance(value, torch.Tensor) and _scalar_device(state, name, group).type != "cpu"
-        else value
-        for name, value in state.scalars.items()
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.scalars.items()
     }
 
 

@@ -562,9 +562,9 @@ class Runtime:
             pipeline.resize(pipeline.num_slots, pipeline.slot_bytes, pipeline.gradient_bytes)
             engine.transport.gradients.rest()
             self.rule.rest(device)
-            for param, group in self.group_of().items():
-                if (state := self.state_of(param)).device == device:
-                    named_state.rest_scalars(state, group)
+            for state in self.all_states():
+                if state.device == device:
+                    named_state.rest_scalars(state)
         return freed
 
     def synchronize(self) -> None:

@@ -21,7 +21,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -130,7 +130,8 @@ class Overlap:
         self._collected: dict[tuple[Engine, Place], _Collected] = {}
         """Whose update in backward is due and has not begun, by the stream that made the gradient: the lanes wait for
         one stream, and its allocator gets the gradient's memory back."""
-        self._in_flight: deque[ParamState] = deque()
+        self._in_flight: dict[ParamState, Engine] = {}
+        """Updates in backward whose gradients are still held, the oldest first."""
         self._bytes_in_flight = 0
         self._running: set[torch.Tensor] = set()
         """Parameters whose module ran forward since the last step."""
@@ -519,18 +520,27 @@ class Overlap:
         with engine.transport.lanes.blocking():
             engine.advance(states)
         if not iteration.speculative:
-            self._bound_gradients(states)
+            self._bound_gradients(states, engine)
 
-    def _bound_gradients(self, states: Sequence[ParamState]) -> None:
-        """Give back the memory of the oldest gradients behind their updates."""
-        self._in_flight.extend(states)
+    def _bound_gradients(self, states: Sequence[ParamState], engine: Engine) -> None:
+        """Give back the memory of the oldest gradients behind their updates.
+
+        Not of those that share a chunk with a parameter whose gradient is still to come: their update is not given to
+        the lanes as a whole, and they are asked again.
+        """
+        self._in_flight.update(dict.fromkeys(states, engine))
         self._bytes_in_flight += sum(state.local.nbytes for state in states)
-        oldest = []
-        while self._bytes_in_flight > self.selection.most_in_flight and self._in_flight:
-            oldest.append(self._in_flight.popleft())
-            self._bytes_in_flight -= oldest[-1].local.nbytes
-        for engine, due in self._owner.places.by_engine([state.param for state in oldest]):
-            engine.settle(due, "backward: the update is done with the gradient")
+        due: dict[Engine, list[ParamState]] = {}
+        for state, one in self._in_flight.items():
+            if self._bytes_in_flight <= self.selection.most_in_flight:
+                break
+            if state in one.pending:
+                due.setdefault(one, []).append(state)
+                self._bytes_in_flight -= state.local.nbytes
+        for one, oldest in due.items():
+            one.settle(oldest, "backward: the update is done with the gradient")
+            for state in oldest:
+                del self._in_flight[state]
 
     # Of the runtime
 
