@@ -61,6 +61,7 @@ from benchmarks.common import (
 )
 from benchmarks.fit_jobs import BY_HAND, HOST, LOSS_SCALE, TORCH, WORKLOADS, LifePeak, Workload
 from benchmarks.harness import at_most
+from benchmarks.llama import LLAMA_MODULE
 from benchmarks.memory_cap import cap_device_memory
 from offstage.optimizer.optimizer import runtime_of
 from offstage.planning.choices import Choice
@@ -369,7 +370,8 @@ def in_own_process(case: Case, options: argparse.Namespace, device_peak: int = 0
     timeout_s = WORKLOADS[case.job].timeout_s
     row = about(case, options.size)
     row |= {"device_peak_gib": gib(device_peak)} if device_peak else {}
-    return row | harness.in_own_process(case.name, arguments, variables={}, timeout_s=timeout_s)
+    imports = () if WORKLOADS[case.job].llama is None else (LLAMA_MODULE,)
+    return row | harness.in_own_process(case.name, arguments, variables={}, timeout_s=timeout_s, imports=imports)
 
 
 def device_peak_of(case: Case, options: argparse.Namespace, rows: dict[str, Row]) -> int:

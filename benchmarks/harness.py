@@ -11,6 +11,8 @@ need, writes their rows, goes on when one of them fails, and ends with a line fo
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import json
 import os
 import signal
@@ -26,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from benchmarks import template
 from benchmarks.common import ON_GPU, Row, main_module, write_row
 
 SIZES = ("full", "small")
@@ -187,26 +190,19 @@ def run(
 # A process per case
 
 
-def in_own_process(name: str, arguments: Sequence[str], *, variables: Mapping[str, str], timeout_s: int) -> Row:
-    """What the case's process found, or why it found nothing. The process and all it started end with this call."""
+def in_own_process(
+    name: str, arguments: Sequence[str], *, variables: Mapping[str, str], timeout_s: int, imports: Sequence[str] = ()
+) -> Row:
+    """What the case's process found, or why it found nothing. The process and all it started end with this call.
+
+    `imports`: what cases import beside the script itself; once for all cases with the same `variables`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result, log = Path(folder) / "result.json", Path(folder) / "log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", main_module(), name, "--result", str(result), *arguments],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # so that a compiler it started can be ended with it
-            )
-            try:
-                status = str(process.wait(timeout_s))
-            except subprocess.TimeoutExpired:
-                status = f"no end after {timeout_s} s"
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        words = [name, "--result", str(result), *arguments]
+        template = _template_for(tuple(sorted(variables.items())), tuple(imports))
+        run = _run_anew if template is None else template.run
+        status = run(words, variables, log, timeout_s)
         if result.exists():
             return json.loads(result.read_text())  # type: ignore[no-any-return]
         lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
@@ -214,6 +210,62 @@ def in_own_process(name: str, arguments: Sequence[str], *, variables: Mapping[st
         # A row says what failed; where the files are on that machine is for the terminal.
         told = [line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))]
         return {"error": "\n".join([*told, f"exit: {status}"])}
+
+
+def _run_anew(words: Sequence[str], variables: Mapping[str, str], log: Path, timeout_s: int) -> str:
+    """How the process of a case that imports everything itself ended."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", main_module(), *words],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # so that a compiler it started can be ended with it
+        )
+        try:
+            return str(process.wait(timeout_s))
+        except subprocess.TimeoutExpired:
+            return f"no end after {timeout_s} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+class _Template:
+    """The other end of `benchmarks.template`."""
+
+    def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
+        # Torch asks NVML how many devices there are, and not the driver, which no fork could use afterwards.
+        own = {"PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", template.__name__, main_module(), *imports],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **variables, **own},
+            text=True,
+            start_new_session=True,
+        )
+        atexit.register(self._process.terminate)  # and with it a case that is running
+        self.is_usable = self._line() == template.READY
+
+    def run(self, words: Sequence[str], variables: Mapping[str, str], log: Path, timeout_s: int) -> str:
+        """How the case's process ended. It has had `variables` from the beginning."""
+        assert self._process.stdin is not None
+        log.touch()
+        request = {"words": list(words), "log": str(log), "timeout_s": timeout_s}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return self._line() or "its template has died"
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@functools.cache
+def _template_for(variables: tuple[tuple[str, str], ...], imports: tuple[str, ...]) -> _Template | None:
+    made = _Template(dict(variables), imports)
+    return made if made.is_usable else None
 
 
 def report(result: Path, work: Callable[[], Row]) -> None:

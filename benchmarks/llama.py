@@ -66,6 +66,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "num_attention_heads": 4,
     },
 }
+LLAMA_MODULE = "transformers.models.llama.modeling_llama"
 WARM_UP = 3
 PEER_STEPS = 2  # after as many
 TIMES_PEERS = 3.0
@@ -217,7 +218,10 @@ def run_peer(case: peers.Case, size_name: str) -> Row:
 
 def run_ours(case: Ours, size_name: str) -> Row:
     about = harness.described(case, "config", "cap_gib") | {"size": size_name}
-    return about | harness.in_own_process(case.name, ["--size", size_name], variables={}, timeout_s=case.timeout_s)
+    arguments = ["--size", size_name]
+    return about | harness.in_own_process(
+        case.name, arguments, variables={}, timeout_s=case.timeout_s, imports=(LLAMA_MODULE,)
+    )
 
 
 def compared(case: Ours, row: Row, done: Mapping[str, Row]) -> Row:

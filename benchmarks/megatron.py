@@ -55,6 +55,11 @@ from benchmarks.fetch_peers import environment
 from benchmarks.fsdp2 import begin_one_rank
 from benchmarks.harness import at_least, at_most
 
+IMPORTS = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.pipeline_parallel",
+    "offstage.integrations.megatron",
+)
 WARM_UP = 3
 STEPS_ALONE = 2
 BITS_STEPS = 50
@@ -397,7 +402,9 @@ def main() -> None:
 
     def measured_case(case: Case) -> Iterator[Row]:
         variables = {**environment(), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # for the deterministic cases
-        found = harness.in_own_process(case.name, arguments, variables=variables, timeout_s=case.timeout_s)
+        found = harness.in_own_process(
+            case.name, arguments, variables=variables, timeout_s=case.timeout_s, imports=IMPORTS
+        )
         row = harness.described(case, "system", "options") | {"size": options.size, "iterations": options.iterations}
         row = compared(case, row | found, done)
         done[case.name] = row
