@@ -7,10 +7,12 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 
+from offstage.planning import host_weights
 from tests.support.contract import one_process_group
 from tests.support.ranks import Ranks
 
@@ -41,6 +43,13 @@ def ranks() -> Iterator[Ranks]:
     """Real processes: `ranks.run(2, function)`."""
     with Ranks() as started:
         yield started
+
+
+@pytest.fixture(scope="module")
+def some_layers_are_late() -> Iterator[None]:
+    """Of the few layers that test models have on the host, the next forward updates more than usual."""
+    with mock.patch.object(host_weights, "LEFT_TO_FORWARD", 0.4):
+        yield
 
 
 @pytest.fixture

@@ -7,11 +7,14 @@ The one that is tested runs on lazy lanes with the happens-before checker; both 
 
 from unittest import mock
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.random_lives import Iterations, Steps, assert_same_ends, events_of
 from tests.support.training import lazily
+
+pytestmark = pytest.mark.usefixtures("some_layers_are_late")
 
 
 @given(

@@ -41,6 +41,8 @@ from tests.support.replanned import (
 )
 from tests.support.training import lazily
 
+pytestmark = pytest.mark.usefixtures("some_layers_are_late")
+
 LAYER = WIDTH * WIDTH + 2 * WIDTH
 REST = WIDTH * WIDTH + WIDTH + 7 * WIDTH + 7
 CUES = [{"overlap_forward": one, "update_in_backward": two} for one, two in itertools.product([False, True], repeat=2)]

@@ -254,6 +254,11 @@ class Engine:
         if not any(round.left.values()):
             self.postponed = None
 
+    def has_postponed(self, states: Iterable[ParamState]) -> bool:
+        """Whether updates of `states` wait for the next forward."""
+        round = self.postponed
+        return round is not None and any(round.left.get(state) for state in states)
+
     @property
     def unsettled(self) -> list[ParamState]:
         """Parameters whose last update the caller's stream has not waited for, or that was postponed."""

@@ -351,11 +351,12 @@ class Runtime:
 
     def _learn(self, norm: Norm | None, *, with_early: bool) -> None:
         """The step is made: what does it say about the next ones?"""
+        if norm is not None:
+            self.speculation.clips = True
         if self.overlap is not None:
             self.overlap.learn(with_updates=with_early)
             self._forget_gradients(self.overlap)
         if norm is not None:
-            self.speculation.clips = True
             self.speculation.decide(norm.within)
             self.arm_speculation()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from offstage.config import OffloadConfig
 from offstage.planning.choices import Choice
-from offstage.planning.host_weights import LAYERS_BEHIND, LAYERS_WITH_GRADIENTS
+from offstage.planning.host_weights import LAYERS_BEHIND, LAYERS_WITH_GRADIENTS, left_to_forward
 from offstage.planning.job import Job, Part, Setting
 from offstage.planning.plan import HOST_SLOTS
 from offstage.planning.predict import COLLECTED, GRADIENTS_IN_FLIGHT, HOST_CHUNK, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
@@ -64,10 +64,18 @@ class _Counted:
         self.streamed = self.leaves * (1.0 - setting.host_share)
         self.hosted_trained = sum(part.trained for part in self.hosted)
         slot = job.slot_bytes(setting, self.streamed)
-        if self.hosted and not setting.update_in_backward:  # gradients come back through the slots
+        if self._host_gradients():  # they come back through the slots
             state = sum(part.state for part in self.hosted)
             slot += int(slot * self.hosted_trained / state) if state else 0
         self.state = self.kept + (job.config.num_slots * slot if self.streamed else 0)
+
+    def _host_gradients(self) -> float:
+        """Gradients of weights on the host that leave: all but those that are used at once."""
+        setting = self.setting
+        if not setting.update_in_backward or self.loop.clips or self.loop.micro_batches > 1:
+            return float(self.hosted_trained)
+        late = left_to_forward(len(self.hosted)) if setting.overlap_forward else ()
+        return float(sum(self.hosted[number].trained for number in late))
 
     # The device #
 
@@ -113,11 +121,11 @@ class _Counted:
         if not self.setting.update_in_backward or accumulates or self.loop.clips:
             old = self._old_weights(reached) if self.setting.update_in_backward and self.loop.clips else 0.0
             return there + hosted + old
-        everything = self.trained_before[-1] - self.hosted_trained
         collected = min(COLLECTED, self.job.config.most_chunk_bytes / max(1.0, self.job.state))
-        left = LEFT_TO_STEP if self.setting.overlap_forward else 0.0
-        most = (left + (1.0 - left) * (GRADIENTS_IN_FLIGHT + collected)) * everything
-        return min(there, most) + hosted
+        left = LEFT_TO_STEP * (self.trained_before[-1] - self.hosted_trained) if self.setting.overlap_forward else 0.0
+        most = left + (GRADIENTS_IN_FLIGHT + collected) * (self.trained_before[-1] - left)
+        most += self.largest if reached >= split else 0  # the layer that backward is in
+        return min(there + hosted, most)
 
     def _most_hosted_gradients(self) -> float:
         """Gradients of weights that live on the host: of the layer that backward is in, and those that wait."""
@@ -147,9 +155,7 @@ class _Counted:
         """State, weights, gradients, activations and the second set that clipping in backward needs."""
         setting, loop = self.setting, self.loop
         found = float(self.leaves + self.hosted_weights + self._activations())
-        used_at_once = setting.update_in_backward and not loop.clips and loop.micro_batches == 1
-        if not used_at_once:
-            found += self.hosted_trained
+        found += self._host_gradients()
         if setting.update_in_backward and loop.clips:
             weights = sum(part.trained for part in self.job.parts)
             old = OLD_WEIGHTS_ON_HOST * (weights - self.hosted_trained) * self.streamed / max(1, self.job.state)

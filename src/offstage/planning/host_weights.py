@@ -35,6 +35,9 @@ LAYERS_ON_DEVICE = 2 + LAYERS_BEHIND
 """Layers whose weights are on the device at once: the one that runs, the next one, and those that backward has left."""
 LAYERS_WITH_GRADIENTS = 1 + LAYERS_BEHIND
 """Layers whose gradients are on the device at once: the one that backward is in, and those that it has left."""
+LEFT_TO_FORWARD = 0.16
+"""`update_in_backward` with `overlap_forward`: share of these layers that the next forward updates, where the link has
+time besides carrying their weights. In backward it carries state as well, and is what backward waits for."""
 _LAYERS_KEPT = 2
 """Layers whose weights wait on the device: the last ones between forward and backward, and the first ones between
 backward and what follows."""
@@ -70,6 +73,12 @@ def may_leave(columns: Columns, config: OffloadConfig) -> Mask:
             leaving.append(number)
     found: Mask = candidates & np.isin(columns.layer, leaving)
     return found
+
+
+def left_to_forward(layers: int) -> list[int]:
+    """Which of so many layers the next forward updates, by number: spread over it, so that the link can keep up."""
+    left = int(LEFT_TO_FORWARD * layers)
+    return [(2 * number + 1) * layers // (2 * left) for number in range(left)]
 
 
 def _by_layer(columns: Columns, which: Mask, numbers: Numbers) -> tuple[Numbers, Numbers]:
@@ -116,6 +125,8 @@ class Hosted:
     """Weights of the largest layer."""
     layers: float = 1.0
     """How many layers the model has, on the host or not."""
+    num: float = 0.0
+    """How many of them are on the host."""
 
     @classmethod
     def of(cls, columns: Columns, hosted: Mask) -> Hosted:
@@ -128,6 +139,7 @@ class Hosted:
             state=total(columns.state_bytes, trained),
             largest=int(layer_bytes.max(initial=0)),
             layers=max(1, len(np.unique(columns.layer[columns.layer != NO_LAYER]))),
+            num=len(layer_bytes),
         )
 
     def towards(self, other: Hosted, share: float) -> Hosted:
@@ -153,11 +165,21 @@ class Hosted:
         """What a slot of `slot_bytes` of state has besides: room for the gradients that come back with it."""
         return slot_bytes * self.trained / self.state if self.state else 0.0
 
+    def left(self, config: OffloadConfig, *, clips: bool) -> float:
+        """The share of them that the next forward updates, although others are updated in backward."""
+        if clips or not (config.update_in_backward and config.overlap_forward):
+            return 0.0
+        return len(left_to_forward(round(self.num))) / max(1.0, self.num)
+
     def host_bytes(self, config: OffloadConfig, *, clips: bool, micro_batches: int) -> float:
         """Host memory beside their state: weights, gradients that leave, and a second set."""
-        used_at_once = config.update_in_backward and not clips and micro_batches == 1
         second = self.trained if config.update_in_backward and clips else 0.0
-        return self.weights + (0.0 if used_at_once else self.trained) + second
+        return self.weights + self.host_gradients(config, clips=clips, micro_batches=micro_batches) + second
+
+    def host_gradients(self, config: OffloadConfig, *, clips: bool, micro_batches: int) -> float:
+        """Gradients that leave: all but those that are used at once."""
+        used_at_once = config.update_in_backward and not clips and micro_batches == 1
+        return self.trained * (self.left(config, clips=clips) if used_at_once else 1.0)
 
 
 NO_WEIGHTS = Hosted()
@@ -182,8 +204,9 @@ def _load(up: float, down: float) -> Load:
 class _Trips:
     """Loads of the link: each is one pass over all hosted layers."""
 
-    def __init__(self, hosted: Hosted, streamed: float, rates: Rates) -> None:
-        """`streamed`: state that is fetched and stored, also that of weights that stay."""
+    def __init__(self, hosted: Hosted, streamed: float, left: float, rates: Rates) -> None:
+        """`streamed`: state that is fetched and stored, also that of weights that stay. `left`: the share of layers that
+        the next forward updates, with those that are updated in backward."""
         self.fetch = _load(hosted.weights, 0.0)
         """Weights come for a forward."""
         self.again = _load(max(0.0, hosted.weights - _LAYERS_KEPT * hosted.largest), 0.0)
@@ -192,8 +215,14 @@ class _Trips:
         """Gradients leave."""
         self.back = _load(hosted.trained, 0.0)
         """They come back."""
+        self.left = _load(left * hosted.state, left * (hosted.state + hosted.trained))
+        """State comes in forward, and leaves with the new weights."""
         self.update = _load(streamed, streamed + hosted.trained)
-        """State comes, and leaves with the new weights."""
+        """The same, of all that is updated."""
+        self.early = _load(streamed - self.left.up, streamed + hosted.trained - self.left.down)
+        """Of what is updated in backward."""
+        self.leave_late, self.back_late = self.leave * left, self.back * left
+        """Gradients that are not used at once, though others are."""
         state = hosted.largest * hosted.state / hosted.trained if hosted.trained else 0.0
         self.layer_ms = _load(state, state + hosted.largest).ms(rates)
         """One layer's update."""
@@ -206,7 +235,7 @@ def exposed_with_weights(
     in_backward, under_forward = config.update_in_backward, config.overlap_forward
     speculates = in_backward and workload.clips
     streamed = totals.state * (1.0 - shares.resident) * (1.0 if speculates else totals.moved)
-    trips = _Trips(hosted, streamed, rates)
+    trips = _Trips(hosted, streamed, hosted.left(config, clips=workload.clips), rates)
     device_ms = totals.update_bytes * totals.moved / rates.device
     late = device_ms * shares.resident if not in_backward or speculates else 0.0
 
@@ -220,7 +249,9 @@ def exposed_with_weights(
     work, later = Load(), trips.update + trips.back
     if under_forward:
         forwards = [(trips.again, 0.0)] * workload.micro_batches
-        if not in_backward:
+        if in_backward:
+            forwards[0] = (trips.again + trips.left + trips.back_late, 0.0)
+        else:
             forwards[0] = (trips.again + later, trips.layer_ms)
     else:
         forwards = [(trips.fetch, hosted.largest / rates.up)] * workload.micro_batches
@@ -247,7 +278,7 @@ def _backwards(trips: _Trips, micro_batches: int, *, in_backward: bool, speculat
         if number < micro_batches - 1 or not in_backward:
             yield load + trips.leave
         else:
-            yield load + trips.update + trips.leave * (1.0 - _GRADIENTS_KEPT if speculates else 0.0)
+            yield load + trips.early + trips.leave_late + trips.leave * (1.0 - _GRADIENTS_KEPT if speculates else 0.0)
 
 
 def _late(link_ms: float, compute_ms: float, end_ms: float, hosted: Hosted) -> float:

@@ -175,10 +175,11 @@ def _notes(search: Search, placed: Placed, prediction: Prediction) -> Iterator[s
         yield f"{search.totals.moved:.0%} of the state gets gradients in a step; the rest does not move"
     if search.config.moves_weights and not search.sums(placed).hosted.weights:
         yield f"weights={search.config.weights!r} moves none: the layers' state stays on the device, and so do they"
-    hosted = int(search.sums(placed).hosted.trained)
-    used_at_once = search.config.update_in_backward and not search.workload.clips and search.workload.micro_batches == 1
-    if hosted and used_at_once:
-        yield f"the first iteration has {format_size(hosted)} of gradients on the host, too, if there is room"
+    hosted, work = search.sums(placed).hosted, search.workload
+    later = hosted.host_gradients(search.config, clips=work.clips, micro_batches=work.micro_batches)
+    if hosted.trained > later:
+        more = format_size(int(hosted.trained - later))
+        yield f"the first iteration has {more} of gradients on the host, too, if there is room"
     first = _first_peak(search, placed, prediction)
     if first > prediction.device_peak_bytes:
         over = f", more than the device's {format_size(search.machine.device_bytes)}"

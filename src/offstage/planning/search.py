@@ -260,7 +260,8 @@ class Search:
             times = exposed_with_weights(self.totals, shares, hosted, self._rates, config, self.workload)
         else:
             times = exposed(self.totals, shares, self._rates, config, self.workload)
-        if not config.update_in_backward:  # gradients come back through the slots
+        if hosted.host_gradients(config, clips=self.workload.clips, micro_batches=self.workload.micro_batches):
+            # They come back through the slots.
             staging += int(config.num_slots * hosted.room_in_slot(slot))
         state = int(kept + staging + window)
         peak = state + self.other_device_bytes(config, times.left, (1.0 - resident) * (1.0 - share), hosted)

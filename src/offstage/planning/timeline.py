@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from offstage.planning.choices import Choice
-from offstage.planning.host_weights import LAYERS_BEHIND
+from offstage.planning.host_weights import LAYERS_BEHIND, left_to_forward
 from offstage.planning.job import Job, Setting
 from offstage.planning.predict import GRADIENTS_IN_FLIGHT, OLD_WEIGHTS_ON_HOST
 
@@ -66,6 +66,8 @@ class _Followed:
         """When each layer's weights arrive that are on the device or on their way."""
         self.postponed: set[int] = set()
         """Layers whose update waits for their next forward."""
+        self.late = self._left_to_forward()
+        """Layers whose update always does, though others are updated in backward."""
         self.collected = self.collected_extra = 0.0
         """State whose update in backward is due and has not begun, and what leaves with it."""
 
@@ -119,6 +121,12 @@ class _Followed:
                 found[part] = min(room, self.streamed[part])
                 room -= found[part]
         return found
+
+    def _left_to_forward(self) -> set[int]:
+        hosted = [number for number, one in enumerate(self.hosted) if one]
+        if self.speculates or not (self.in_backward and self.setting.overlap_forward):
+            return set()
+        return {hosted[number] for number in left_to_forward(len(hosted))}
 
     # The link and the CPU #
 
@@ -184,12 +192,14 @@ class _Followed:
         self.caller += self.loop.front_ms
         if any(self.hosted):
             self._fetch(self.hosted.index(True), begun)
+            self._fetch_late(-1, begun)
         leaving: deque[float] = deque()
         for number in range(self.num):
             entered = self.caller
             if self.hosted[number]:
                 self._fetch(number, entered)
                 self._fetch(number + 1, entered)
+                self._fetch_late(number, entered)
                 self.caller = max(self.caller, self.here[number])
                 self._drop(number - 2)
             if is_first:
@@ -215,6 +225,10 @@ class _Followed:
             self.here[number] = self._update(part, self.streamed[part], at, extra_up=up, extra_down=down)
         else:
             self.here[number] = self._bring(self.weights[part], at)
+
+    def _fetch_late(self, number: int, at: float) -> None:
+        """The next layer after `number` whose update was left to this forward."""
+        self._fetch(min((one for one in self.postponed if one > number), default=-1), at)
 
     def _drop(self, number: int) -> None:
         self.here.pop(number, None)
@@ -276,7 +290,7 @@ class _Followed:
         """`share` of a part's gradients is final. Returns when its weights are new; 0 if that is left to `step()`."""
         is_hosted = 0 < part <= self.num and self.hosted[part - 1]
         gradients = share * self.gradients[part]
-        if not self.in_backward:
+        if not self.in_backward or part - 1 in self.late:
             if is_hosted:
                 self._send(gradients, self.caller)
             return 0.0
@@ -298,7 +312,7 @@ class _Followed:
             self.caller += self.resident_ms
         for part in range(self.num + 2):
             is_hosted = 0 < part <= self.num and self.hosted[part - 1]
-            if self.in_backward:
+            if self.in_backward and part - 1 not in self.late:
                 self.ready[part] = max(self.ready[part], self._update(part, self.left[part], begun))
                 if self.speculates:
                     self.ready[part] = max(self.ready[part], self._update_on_host(part, begun))

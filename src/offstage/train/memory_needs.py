@@ -105,7 +105,6 @@ def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = N
     share = world.share_of(param_sizes(named, offload))
     plan = plan_placements(share.sizes, offload)
     staging = staging_bytes(plan.slots, plan.slot_bytes, plan.window, plan.bytes_of(Placement.STREAMED))
-    used_at_once = offload.update_in_backward and not config.optimizer.clip and config.data.micro_batches == 1
     hosted = hosted_by(share.columns, offload, [one is Placement.STREAMED for one in plan.placements])
     return Needs(
         parameters=sum(size.numel for size in share.sizes if size.state_bytes),
@@ -115,7 +114,9 @@ def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = N
         device_state=plan.bytes_of(Placement.RESIDENT) + staging,
         host_state=plan.host_bytes,
         host_weights=int(hosted.weights),
-        host_gradients=0 if used_at_once else int(hosted.trained),
+        host_gradients=int(
+            hosted.host_gradients(offload, clips=bool(config.optimizer.clip), micro_batches=config.data.micro_batches)
+        ),
         ranks=parallel.ranks,
     )
 

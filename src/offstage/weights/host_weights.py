@@ -16,6 +16,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -79,6 +80,9 @@ class Listener(Protocol):
     def weights_coming(self, params: Sequence[torch.Tensor]) -> None:
         """A layer has been sent for, in forward."""
 
+    def has_late(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether updates of a layer were left to the next forward."""
+
     def weights_needed(self, params: Sequence[torch.Tensor]) -> None:
         """A layer is about to run, in forward or again in backward."""
 
@@ -121,6 +125,8 @@ class HostWeights:
         """Layers as they ran in the last forward."""
         self._running: list[nn.Module] = []
         """As they have run in this one."""
+        self._late: deque[nn.Module] = deque()
+        """Layers that this forward still has to update: the next one is sent for when the one before it runs."""
         self._is_open = False
         """The model's forward runs."""
         self._hooks: Any = None
@@ -262,7 +268,8 @@ class HostWeights:
             first = self._order[: self._ahead + 1]
             self._keep([one for one in first if self.may_reuse and self._layers[one].is_current])
             self._open_hooks()
-            for layer in self._order[: self._ahead]:
+            self._late = deque(one for one in self._order if self._is_late(one))
+            for layer in (*self._order[: self._ahead], *self._next_late()):
                 self._fetch(layer)
 
     def _open_hooks(self) -> None:
@@ -306,7 +313,7 @@ class HostWeights:
                 self.reached(module)
             else:
                 before, position = self._advance(module)
-                following = self._order[position : position + self._ahead]
+                following = [*self._order[position : position + self._ahead], *self._next_late()]
                 self._keep([one for one in (*before, module, *following) if self._layers[one].is_current])
                 for one in (module, *following):
                     self._fetch(one)
@@ -331,7 +338,16 @@ class HostWeights:
             return self._order[max(0, number - 1) : number], number + 1
         before = self._running[-1:]
         self._running.append(module)
+        while module in self._late:  # and layers before it that do not run this time
+            self._late.popleft()
         return before, len(self._running)
+
+    def _next_late(self) -> list[nn.Module]:
+        return [self._late[0]] if self._late and self._is_open else []
+
+    def _is_late(self, module: nn.Module) -> bool:
+        listener = self.listener() if self.listener is not None else None
+        return listener is not None and listener.has_late([weight.param for weight in self._layers[module].weights])
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         """A layer has run, or raised: its parameters are on the host."""

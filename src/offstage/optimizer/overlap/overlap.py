@@ -291,6 +291,11 @@ class Overlap:
         for engine, states in self._owner.places.by_engine(params):
             engine.resume(states)
 
+    def has_late(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether updates of a layer were left to the next forward."""
+        found = self._owner.places.by_engine(params)
+        return any(engine.has_postponed(states) for engine, states in found)
+
     def weights_needed(self, params: Sequence[torch.Tensor]) -> None:
         """A layer is about to run."""
         for engine, states in self._owner.places.by_engine(params):

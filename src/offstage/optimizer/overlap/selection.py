@@ -21,6 +21,7 @@ from offstage.engine.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.memory.arena import check_host_memory
 from offstage.optimizer.overlap.speculation import Speculation
+from offstage.planning.host_weights import left_to_forward
 from offstage.planning.predict import COLLECTED, GRADIENTS_IN_FLIGHT, LEFT_TO_STEP, OLD_WEIGHTS_ON_HOST
 from offstage.rules.rule import ParamState
 from offstage.tensors import local_of
@@ -121,9 +122,9 @@ class BackwardSelection:
         left: set[ParamState] = set()
         for engine in engines:
             for placement in (Placement.STREAMED, Placement.HOST):
-                # Weights that live on the host are there now, and forward has the link for itself: all in backward.
                 states = [held for held in engine.arenas.offloaded(self._once, placement) if held.hosted is None]
                 left |= set(_first(states, self._left.get((engine, placement), 0.0)))
+            left |= self._left_to_forward(engine)
             if self._speculation.possible:
                 streamed = engine.arenas.offloaded(self._once, Placement.STREAMED)
                 last = _first([held for held in streamed if held.hosted is None], OLD_WEIGHTS_ON_HOST)
@@ -138,6 +139,22 @@ class BackwardSelection:
             len(left),
             len(self._never),
         )
+
+    def _left_to_forward(self, engine: Engine) -> set[ParamState]:
+        """Of the layers whose weights live on the host: nearly all are updated in backward, while they are there.
+
+        But then backward waits for the link, which has time in the next forward. Not if the updates are speculative:
+        the second set has to be complete by then.
+        """
+        if not self._leaves_some or self._speculation.clips:
+            return set()
+        layers: dict[object, list[ParamState]] = {}
+        for held in engine.arenas.hosted:
+            assert held.hosted is not None
+            if held.param in self._once:
+                layers.setdefault(held.hosted.layer, []).append(held)
+        found = list(layers.values())
+        return {held for number in left_to_forward(len(found)) for held in found[number]}
 
     def _keep_on_host(self, engines: Sequence[Engine], engine: Engine, states: Sequence[ParamState]) -> None:
         budget = self._config.host_budget
