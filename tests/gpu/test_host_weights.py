@@ -12,6 +12,8 @@ from offstage.lanes.lanes import Lane
 from offstage.lanes.link import use_lanes
 from tests.support.gates import Elsewhere, assert_same, no_synchronisation, run_gates
 
+pytestmark = pytest.mark.usefixtures("some_layers_are_late")
+
 MODES: dict[str, dict[str, Any]] = {
     "in step": {},
     "under forward": {"overlap_forward": True},
