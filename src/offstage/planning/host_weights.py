@@ -205,8 +205,8 @@ class _Trips:
     """Loads of the link: each is one pass over all hosted layers."""
 
     def __init__(self, hosted: Hosted, streamed: float, left: float, rates: Rates) -> None:
-        """`streamed`: state that is fetched and stored, also that of weights that stay. `left`: the share of layers that
-        the next forward updates, with those that are updated in backward."""
+        """`streamed`: state that is fetched and stored, also that of weights that stay. `left`: the share of layers on
+        the host that the next forward updates, though others are updated in backward."""
         self.fetch = _load(hosted.weights, 0.0)
         """Weights come for a forward."""
         self.again = _load(max(0.0, hosted.weights - _LAYERS_KEPT * hosted.largest), 0.0)
