@@ -13,7 +13,8 @@ llama      a 1.35B Llama of the transformers library, nothing checkpointed
 llama7b    the same with 6.74B parameters
 
 8 x 2048 tokens, bf16, split masters; `optimizer.clip_grad_norm_` in every loop, and every norm is within the limit.
-Every case is a process of its own. A case is WORKLOAD_NAME, where NAME is one of
+Settings made by hand share a process, one after the other; every other case has its own. A case is WORKLOAD_NAME, where
+NAME is one of
 
 peaks            what fit measures of the loop on the whole device, and four values of device_peak made from it: 1.05
                  times the least that trains, 1.05 times what everything takes (or what the device has), two between
@@ -38,7 +39,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ from benchmarks.common import (
     ON_GPU,
     RESULTS,
     Row,
+    clean_up,
     end_before_host_memory_does,
     gib,
     now,
@@ -92,6 +95,10 @@ class Case(harness.Case):
     job: str
     kind: str
     """What of the workload: a name in `BY_HAND` or `TORCH`, ``"peaks"``, ``"fit_2"``, ..."""
+
+    @property
+    def is_by_hand(self) -> bool:
+        return self.kind in BY_HAND or self.kind in TORCH
 
     @property
     def limit(self) -> int:
@@ -268,8 +275,13 @@ def measure_by_hand(case: Case, job: Workload, size_name: str) -> Row:
     optimizer = workload.offloaded(model, size_name, setting.config)
     handle = fit_jobs.choose(model, setting, size_name)
     training = fit_jobs.training(job, size_name, model, optimizer)
-    row = timed(training) | {"receipt": workload.receipt_numbers(optimizer.receipt())}
-    return row | ({"left_gib": gib(handle.receipt().bytes_offloaded)} if handle is not None else {})
+    try:
+        row = timed(training) | {"receipt": workload.receipt_numbers(optimizer.receipt())}
+        return row | ({"left_gib": gib(handle.receipt().bytes_offloaded)} if handle is not None else {})
+    finally:
+        if handle is not None:
+            handle.remove()
+        optimizer.close()
 
 
 def measure_torch(case: Case, job: Workload, size_name: str) -> Row:
@@ -284,9 +296,22 @@ def timed(training: workload.Training) -> Row:
     return {"iterations": len(laps), "iteration_ms": round(statistics.median(laps[-TIMED:]), 2), "laps_ms": laps}
 
 
+def measure_each(cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """Settings made by hand, one after the other. What was measured is there even if one of them ends the process."""
+    rows: dict[str, Row] = {}
+    for case in cases:
+        clean_up()
+        try:
+            rows[case.name] = measure(case, options)
+        except Exception as error:
+            traceback.print_exc()
+            rows[case.name] = {"error": f"{type(error).__name__}: {error}"}
+        options.result.write_text(json.dumps(rows))
+    os._exit(0)  # as `harness.report` does
+
+
 def measure(case: Case, options: argparse.Namespace) -> Row:
     """The row of one case, without those that it is compared with."""
-    end_before_host_memory_does()
     job, size_name = WORKLOADS[case.job], options.size
     if options.cap and options.device_peak:
         cap_device_memory((1 + options.cap) * options.device_peak / 2**30)
@@ -303,6 +328,7 @@ def measure(case: Case, options: argparse.Namespace) -> Row:
     except torch.OutOfMemoryError as error:
         row = {"error": f"{OUT_OF_MEMORY}: {str(error).splitlines()[0][:300]}"}
     peak.look()
+    peak.close()
     return row | {
         "peak_gib": gib(peak.allocated),
         "peak_reserved_gib": gib(peak.reserved),
@@ -374,6 +400,18 @@ def in_own_process(case: Case, options: argparse.Namespace, device_peak: int = 0
     return row | harness.in_own_process(case.name, arguments, variables={}, timeout_s=timeout_s, imports=imports)
 
 
+def by_hand_together(cases: Sequence[Case], options: argparse.Namespace) -> dict[str, Row]:
+    """What one process has measured of settings made by hand of one workload."""
+    first, *others = cases
+    arguments = ["--size", options.size, "--cases", first.name, *(case.name for case in others)]
+    timeout_s = WORKLOADS[first.job].timeout_s * len(cases)
+    imports = () if WORKLOADS[first.job].llama is None else (LLAMA_MODULE,)
+    found = harness.in_own_process(first.name, arguments, variables={}, timeout_s=timeout_s, imports=imports)
+    if first.name not in found:  # it has ended the process
+        found[first.name] = {"error": str(found.get("error", "its process has ended"))}
+    return {case.name: about(case, options.size) | found[case.name] for case in cases if case.name in found}
+
+
 def device_peak_of(case: Case, options: argparse.Namespace, rows: dict[str, Row]) -> int:
     """From the rows, or measured now."""
     name = f"{case.job}_peaks"
@@ -412,17 +450,27 @@ def main() -> None:
     parser.add_argument("--device-peak", type=int, default=0, help=argparse.SUPPRESS)  # of a case's own process
     options = harness.parse(parser, CASES, needs_gpu=True)
     if options.result:
-        (case,) = options.cases
-        harness.report(options.result, lambda: measure(case, options))
+        end_before_host_memory_does()
+        first, *others = options.cases
+        if first.is_by_hand:
+            measure_each([first, *others], options)
+        harness.report(options.result, lambda: measure(first, options))
     rows = written(options.size)
     if options.table:
         print(table(rows))
         return
     failed: list[str] = []
+    together: dict[str, Row] = {}
 
     def measured(case: Case) -> Iterator[Row]:
-        device_peak = device_peak_of(case, options, rows) if case.limit >= 0 else 0
-        row = compared(case, in_own_process(case, options, device_peak), rows)
+        if case.is_by_hand:
+            if case.name not in together:  # the first one, or the process of those before has ended early
+                same = [one for one in options.cases if one.is_by_hand and one.job == case.job]
+                together.update(by_hand_together(same[same.index(case) :], options))
+            row = together[case.name]
+        else:
+            device_peak = device_peak_of(case, options, rows) if case.limit >= 0 else 0
+            row = compared(case, in_own_process(case, options, device_peak), rows)
         # Settings made by hand may take more than the device has; fit may not.
         is_expected = case.limit < 0 and str(row.get("error", OUT_OF_MEMORY)).startswith(OUT_OF_MEMORY)
         failed.extend([] if is_expected or "error" not in row else [case.name])
