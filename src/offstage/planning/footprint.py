@@ -64,7 +64,8 @@ class _Counted:
         self.streamed = self.leaves * (1.0 - setting.host_share)
         self.hosted_trained = sum(part.trained for part in self.hosted)
         slot = job.slot_bytes(setting, self.streamed)
-        if self._host_gradients():  # they come back through the slots
+        if self.hosted and (self._late() or not setting.update_in_backward):
+            # Gradients come back through the slots; with clipping in backward, only those of a step that is made again.
             state = sum(part.state for part in self.hosted)
             slot += int(slot * self.hosted_trained / state) if state else 0
         self.state = self.kept + (job.config.num_slots * slot if self.streamed else 0)
@@ -74,8 +75,14 @@ class _Counted:
         setting = self.setting
         if not setting.update_in_backward or self.loop.clips or self.loop.micro_batches > 1:
             return float(self.hosted_trained)
-        late = left_to_forward(len(self.hosted)) if setting.overlap_forward else ()
-        return float(sum(self.hosted[number].trained for number in late))
+        return float(sum(self.hosted[number].trained for number in self._late()))
+
+    def _late(self) -> list[int]:
+        """Of the layers on the host, those that the next forward updates, though others are updated in backward."""
+        setting = self.setting
+        if self.loop.clips or not (setting.update_in_backward and setting.overlap_forward):
+            return []
+        return left_to_forward(len(self.hosted))
 
     # The device #
 
