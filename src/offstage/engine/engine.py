@@ -254,6 +254,10 @@ class Engine:
         if not any(round.left.values()):
             self.postponed = None
 
+    def awaits_gradients(self, state: ParamState) -> bool:
+        """Whether the update of `state` was taken, and some of its chunks wait for gradients of other parameters."""
+        return self.round is not None and bool(self.round.left.get(state))
+
     def has_postponed(self, states: Iterable[ParamState]) -> bool:
         """Whether updates of `states` wait for the next forward."""
         round = self.postponed

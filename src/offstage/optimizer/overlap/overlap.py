@@ -539,7 +539,7 @@ class Overlap:
         for state, one in self._in_flight.items():
             if self._bytes_in_flight <= self.selection.most_in_flight:
                 break
-            if state in one.pending:
+            if not one.awaits_gradients(state):
                 due.setdefault(one, []).append(state)
                 self._bytes_in_flight -= state.local.nbytes
         for one, oldest in due.items():
