@@ -41,8 +41,16 @@ def session() -> Iterator[None]:
 class Run:
     """A GPT whose layers take memory, and its offloaded optimizer."""
 
-    def __init__(self, kind: str = "distributed", *, seed: int | None = None, no_sync: bool = True, **settings: Any):
-        self.chunks = megatron.make_model(torch.bfloat16, num_layers=LAYERS, ddp=KINDS[kind])
+    def __init__(
+        self,
+        kind: str = "distributed",
+        *,
+        seed: int | None = None,
+        no_sync: bool = True,
+        model: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.chunks = megatron.make_model(torch.bfloat16, num_layers=LAYERS, ddp=KINDS[kind], **(model or {}))
         self.config = self.chunks[0].config
         self.config.no_sync_func = self.chunks[0].no_sync if no_sync else None
         self.layers = layers_of(self.chunks[0], None)

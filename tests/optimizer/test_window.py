@@ -260,6 +260,16 @@ def test_auto_without_a_peak_gives_the_bits_of_the_plain_step(seed, spike):
     assert run.lanes.most <= limit
 
 
+def test_auto_where_nothing_is_counted_says_that_it_is_closed(caplog):
+    """Without `device_peak` there is no room that could be known."""
+    with caplog.at_level(logging.WARNING, logger="offstage"):
+        run = Metering(window="auto").train(range(5))
+    assert pipeline_of(run.optimizer).window_slots == 0
+    (told,) = run.optimizer.receipt().fallbacks
+    assert "no chunk fits" in told
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
 def test_auto_gives_way_to_activations_that_grow_under_a_limit():
     device_peak = plain_most() + 8 * SLOT
     run = Metering(lanes=Counted, window="auto", device_peak=device_peak).train(range(5))
@@ -312,6 +322,31 @@ def test_auto_without_a_model_goes_with_the_step():
     assert min(staged[2:]) > 0
     assert run.lanes.most <= plain.lanes.most
     assert_same(plain.model, plain.optimizer, run.model, optimizer)
+
+
+def test_two_windows_share_what_is_free():
+    """Each watches the same memory, whose peak either may count anew."""
+
+    def life(**config):
+        run = Metering(lanes=Counted)  # whose own optimizer makes no step
+        halves = [run.model[: LAYERS // 2], run.model[LAYERS // 2 :]]
+        with use_lanes(lambda device: run.lanes):
+            made = [offstage.offload(adamw(one.parameters()), one, **SMALL, **config) for one in halves]
+        widest = [0, 0]
+        for number in range(8):
+            loss_of(run.model, number).backward()
+            widest = [max(most, pipeline_of(one).window_slots) for most, one in zip(widest, made, strict=True)]
+            for optimizer in made:
+                end_step(optimizer)
+        return run, made, widest
+
+    plain, before, none = life()
+    run, after, widest = life(window="auto")
+    assert none == [0, 0]
+    assert min(widest) > 0
+    assert run.lanes.most <= plain.lanes.most
+    for one, other in zip(before, after, strict=True):
+        assert_same(plain.model, one, run.model, other)
 
 
 def test_auto_hides_transfers_under_activations_that_are_going():
