@@ -54,15 +54,16 @@ class FetchUnderReduction:
         self._handles: list[Any] = []
         weakref.finalize(self, _remove_all, self._handles)  # a dropped optimizer leaves no hooks behind
         if optimizer.config.window == "auto":
+            own = {param for group in optimizer.param_groups for param in group["params"]}
             for number, chunk in enumerate(chunks):
-                self._follow(chunk, number)
+                self._follow(chunk, number, own)
         self.bind()
 
-    def _follow(self, chunk: torch.nn.Module, number: int) -> None:
-        """Take the cues of one chunk of the model."""
+    def _follow(self, chunk: torch.nn.Module, number: int, own: set[torch.Tensor]) -> None:
+        """Take the cues of one chunk of the model. `own`: the optimizer's parameters, which give it theirs."""
         groups: Any = getattr(chunk, "param_to_bucket_group", {})
         for param in chunk.parameters():
-            if param.requires_grad:
+            if param.requires_grad and param not in own:
                 hook = Hook(self._gradient_ready, groups.get(param))
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         try:
