@@ -59,6 +59,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "half": {**TORCH, "fraction": 0.5},
     "host": {**TORCH, "update_on": "host"},
     "window": {**TORCH, "window": "all"},
+    "window that stays": {**TORCH, "window": "auto", "device_peak": "1GiB"},
 }
 
 
