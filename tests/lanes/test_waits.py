@@ -823,6 +823,7 @@ def test_the_waits_are_these():
         "raise: the weights are updated",
         "read: the state is known",
         "read: the weights are ready",
+        "redo: the old weights are back",
         "redo: the speculative updates are done",
         "reset: nothing is under way",
         "return: the memory is free",

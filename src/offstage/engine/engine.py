@@ -554,6 +554,9 @@ class Engine:
                 lanes.touch(writes=[update.weight, update.grad, old])
             update.weight.copy_(old, non_blocking=True)
             self.pending.pop(state, None)
+        if on_host := [old for state, old in round.old_weights.items() if state not in round.on_device]:
+            # Host memory goes when the lanes have been drained: a lane has to know that the caller's stream reads it.
+            lanes.submit(Lane.UPDATE, _nothing, after={"redo: the old weights are back": lanes.mark()}, reads=on_host)
         for state in self.arenas.hosted:
             assert state.hosted is not None
             state.hosted.unspeculate()
@@ -616,6 +619,10 @@ def _begin(rule: Rule, device: torch.device, round: Round, updates: Sequence[Par
             round.old_weights[update.of].copy_(update.weight, non_blocking=True)
         if keep and update.of in round.kept:
             rule.remember(device, update)
+
+
+def _nothing() -> None:
+    """Work that is there for its marks."""
 
 
 def _is_idle(state: ParamState) -> bool:
