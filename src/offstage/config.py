@@ -194,8 +194,8 @@ class OffloadConfig:
     shares that `make_plan` finds fastest for this machine."""
 
     host_fraction: float | None = None
-    """Share of the offloaded bytes that the CPU updates, met to within one parameter. Setting it implies
-    ``update_on="auto"``; with ``"auto"`` and ``None`` the planner chooses it."""
+    """Share of the offloaded bytes that the CPU updates, met to within one parameter, or one layer where weights live
+    on the host. Setting it implies ``update_on="auto"``; with ``"auto"`` and ``None`` the planner chooses it."""
 
     threads: int | None = None
     """CPU threads for updates on the host by offstage's own Adam and AdamW. ``None``: this rank's share of the CPUs
@@ -385,11 +385,6 @@ class OffloadConfig:
             raise ConfigError(
                 f"fraction=0.0 switches offloading off, which contradicts weights={self.weights!r}: weights live on "
                 "the host where their state does. Leave one of the two out."
-            )
-        if self.update_on != "device" or self.host_fraction is not None:
-            raise ConfigError(
-                f"weights={self.weights!r} brings weights to the device, where they are updated, which contradicts "
-                f"update_on={self.update_on!r} and host_fraction. Leave them out, or leave weights out."
             )
         if self.window:
             raise ConfigError(

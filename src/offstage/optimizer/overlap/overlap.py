@@ -381,6 +381,8 @@ class Overlap:
             update.of
             for update in updates
             if update.left is not None and update.of.hosted is not None and update.of.param in self._running
+            # The CPU has them where they are: it begins at once.
+            if update.of.placement is Placement.STREAMED
         }
 
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:
