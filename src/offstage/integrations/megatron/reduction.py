@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from offstage import OffloadedOptimizer
+from offstage.optimizer.optimizer import runtime_of
 
 
 class Finalize:
@@ -70,5 +71,6 @@ class FetchUnderReduction:
         optimizer = self._optimizer()
         if self._waits and optimizer is not None:
             optimizer.evict()
+            runtime_of(optimizer).return_slots()
         self._waits = False
         self.bind()
