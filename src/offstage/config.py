@@ -210,9 +210,8 @@ class OffloadConfig:
     window: int | str = 0
     """Extra device memory in which chunks may wait: fetched ahead during backward, stored during the next forward.
     ``"all"``: all state is on the device for the step and leaves again during the next forward, which pays where
-    activations fill the device. ``"auto"``: what activations leave free in backward and in the next forward, under
-    `device_peak`, or without one under the peak of the first steps. A size is deprecated: a lower `fraction` takes the
-    same device memory, is as fast, and moves less."""
+    activations fill the device. ``"auto"``: the memory that `device_peak` leaves. A size is deprecated: a lower
+    `fraction` takes the same device memory, is as fast, and moves less."""
 
     overlap_forward: bool = False
     """`step()` does not wait for the updates: each module's forward waits for its own weights only, and so does any
@@ -371,6 +370,11 @@ class OffloadConfig:
             raise ConfigError(
                 "fraction=0.0 switches offloading off, which contradicts window, overlap_forward and "
                 "update_in_backward: there are no transfers to overlap. Leave them out, or raise fraction."
+            )
+        if self.window == "auto" and self.device_peak is None:
+            raise ConfigError(
+                "window='auto' uses the memory that device_peak leaves; expected both, found no device_peak. Give "
+                "device_peak='40GiB' (what the whole process may take), or leave window out."
             )
         if self.window in WINDOWS and self.device_budget is not None:
             raise ConfigError(
