@@ -381,8 +381,6 @@ class Engine:
         pieces = list(zip(ready, updates, strict=True))
         self.updating = True
         if chunk.is_in_place:
-            for update in updates:
-                update.of.hosted.layer.drop()  # what is on the device is old from now on
             up = self.transport.host_updates.update_in_place(chunk, pieces, self._begun)
         else:
             up = self.transport.host_updates.send(chunk, pieces, self._begun)

@@ -131,6 +131,7 @@ class HostUpdates:
         hosted = pieces[0][1].of.hosted
         assert hosted is not None
         layer = hosted.layer
+        layer.drop()  # what is on the device is old from now on
         looked = self._look(pieces, begun)
         factors = [self._factor_of(update.left) for _, update in pieces]
         updates = [
@@ -142,10 +143,9 @@ class HostUpdates:
         updated = self._lanes.submit_on_host(
             self._rule.slices(updates),
             after={
-                "host: the step has begun": begun,
+                "host: the weights were looked at": looked,
                 "host: the gradients have left": max(gradients, key=lambda one: one.order).stored,
                 "host: what clipping found has come down": self._factors[-1].arrived if clips else None,
-                "host: the weights were looked at": looked,
                 "host: no copy reads the weights": layer.read,
                 "host: the snapshot has its copy": chunk.home.preserve(chunk, chunk.home.arenas, self._lanes),
             },
@@ -166,7 +166,7 @@ class HostUpdates:
         return behind
 
     def _look(self, pieces: Sequence[tuple[StatePiece, ParamUpdate]], begun: Mark) -> Mark:
-        """The mark behind which the rule has looked at all weights of `pieces`, each once."""
+        """The mark behind which the step has begun, and the rule has looked at all weights of `pieces`, each once."""
         new = [update for piece, update in pieces if piece.start == 0]
         if slices := self._rule.looks(new):
             self._looked = self._lanes.submit_on_host(
@@ -177,7 +177,7 @@ class HostUpdates:
                 },
                 reads=[update.weight for update in new],
             )
-        return self._looked
+        return begun if self._looked is None else self._looked
 
     def _factor_of(self, gradient: HostGradient) -> _Factor | None:
         """What clipping has found for `gradient`, on its way to the host: once in a step."""
@@ -197,6 +197,7 @@ class HostUpdates:
         on_device = factor.to(self._device)
         if self._device.type != "cpu":
             on_device = on_device.to(dtype)  # as kernels of the device take a number of another format
+        self._lanes.touch(writes=[on_device])
         pin = self._pin and self._device.type != "cpu"
         on_host = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=pin)
         arrived = self._lanes.submit(

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from offstage.config import format_size
+from offstage.config import Placement, format_size
 from offstage.engine.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.lanes.lanes import Lanes
