@@ -147,9 +147,10 @@ def test_the_device_holds_a_few_layers():
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("mode", ["step", "forward", "backward", "backward and forward"])
-def test_bytes_are_those_that_move(mode, clips, micro_batches):
+@pytest.mark.parametrize("by_cpu", [0.0, 0.5, 1.0])
+def test_bytes_are_those_that_move(by_cpu, mode, clips, micro_batches):
     """Against what the receipt of a run counts."""
-    flags = {"overlap_forward": "forward" in mode, "update_in_backward": "backward" in mode}
+    flags = {"overlap_forward": "forward" in mode, "update_in_backward": "backward" in mode, "host_fraction": by_cpu}
     config = host(min_bytes=0, chunk_bytes="16KiB", **flags)
     torch.manual_seed(0)
     model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(8))}).bfloat16()

@@ -276,7 +276,10 @@ class Places:
     def _choose_host_fraction(self, device: torch.device, sizes: Sequence[ParamSize]) -> float:
         if not self._rule.rate_is_known:
             return 0.0
-        share = choose_host_fraction(sizes, measure_machine(device), self._config)
+        config = self._config
+        if all(size.layer is None for size in sizes):  # the layers are on another device
+            config = dataclasses.replace(config, weights="device")
+        share = choose_host_fraction(sizes, measure_machine(device), config)
         logger.info("with update_on='auto' the CPU updates %.0f%% of what is offloaded from %s", 100 * share, device)
         return share
 

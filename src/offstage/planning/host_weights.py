@@ -41,6 +41,9 @@ time besides carrying their weights. In backward it carries state as well, and i
 _LAYERS_KEPT = 2
 """Layers whose weights wait on the device: the last ones between forward and backward, and the first ones between
 backward and what follows."""
+_UPDATE_IN_PLACE = 4.0
+"""Bytes of host memory that an update by the CPU takes for each byte of weights, beside the state: weights are looked
+at, read and written, gradients are read."""
 _GRADIENTS_KEPT = 0.5
 """With clipping and a second set: share of their gradients that stays on the device, where activations were."""
 
@@ -54,8 +57,7 @@ def may_leave(columns: Columns, config: OffloadConfig) -> Mask:
     They do if their state streams, or if they have none. The first layers stay: backward updates them last, and the
     next forward needs them first.
     """
-    weights = columns.weight_bytes
-    candidates = (columns.layer != NO_LAYER) & (weights >= max(1, int(config.min_bytes)))
+    weights, candidates = columns.weight_bytes, in_layers(columns, config)
     numbers, layer_bytes = _by_layer(columns, candidates, weights)
     if not len(numbers):
         raise ConfigError(
@@ -73,6 +75,11 @@ def may_leave(columns: Columns, config: OffloadConfig) -> Mask:
             leaving.append(number)
     found: Mask = candidates & np.isin(columns.layer, leaving)
     return found
+
+
+def in_layers(columns: Columns, config: OffloadConfig) -> Mask:
+    """The parameters of layers that are large enough to leave."""
+    return (columns.layer != NO_LAYER) & (columns.weight_bytes >= max(1, int(config.min_bytes)))
 
 
 def left_to_forward(layers: int) -> list[int]:
@@ -165,32 +172,39 @@ class Hosted:
         """What a slot of `slot_bytes` of state has besides: room for the gradients that come back with it."""
         return slot_bytes * self.trained / self.state if self.state else 0.0
 
-    def left(self, config: OffloadConfig, *, clips: bool) -> float:
-        """The share of them that the next forward updates, although others are updated in backward."""
+    def by_cpu(self, share: float, off: float) -> float:
+        """The share of them that the CPU updates: whole layers, until that is `share` of the `off` bytes of state that
+        leave."""
+        return min(1.0, share * off / self.state) if self.state else 0.0
+
+    def left(self, config: OffloadConfig, *, clips: bool, by_cpu: float = 0.0) -> float:
+        """The share of them that the device updates in the next forward, although it updates others in backward."""
         if clips or not (config.update_in_backward and config.overlap_forward):
             return 0.0
-        return len(left_to_forward(round(self.num))) / max(1.0, self.num)
+        return len(left_to_forward(round((1.0 - by_cpu) * self.num))) / max(1.0, self.num)
 
-    def host_bytes(self, config: OffloadConfig, *, clips: bool, micro_batches: int) -> float:
+    def host_bytes(self, config: OffloadConfig, *, clips: bool, micro_batches: int, by_cpu: float = 0.0) -> float:
         """Host memory beside their state: weights, gradients that leave, and a second set."""
-        second = self.trained if config.update_in_backward and clips else 0.0
-        return self.weights + self.host_gradients(config, clips=clips, micro_batches=micro_batches) + second
+        second = self.trained * (1.0 - by_cpu) if config.update_in_backward and clips else 0.0
+        gradients = self.host_gradients(config, clips=clips, micro_batches=micro_batches, by_cpu=by_cpu)
+        return self.weights + gradients + second
 
-    def host_gradients(self, config: OffloadConfig, *, clips: bool, micro_batches: int) -> float:
+    def host_gradients(self, config: OffloadConfig, *, clips: bool, micro_batches: int, by_cpu: float = 0.0) -> float:
         """Gradients that leave: all but those that are used at once."""
         used_at_once = config.update_in_backward and not clips and micro_batches == 1
-        return self.trained * (self.left(config, clips=clips) if used_at_once else 1.0)
+        later = self.left(config, clips=clips, by_cpu=by_cpu) + by_cpu
+        return self.trained * (later if used_at_once else 1.0)
 
 
 NO_WEIGHTS = Hosted()
 """All of them are on the device."""
 
 
-def hosted_by(columns: Columns, config: OffloadConfig, streamed: Sequence[bool] | Mask) -> Hosted:
-    """The weights that `config` moves. `streamed`: whose state streams; what has no state can leave, too."""
+def hosted_by(columns: Columns, config: OffloadConfig, off: Sequence[bool] | Mask) -> Hosted:
+    """The weights that `config` moves. `off`: whose state leaves the device; what has no state can leave, too."""
     if not config.moves_weights:
         return NO_WEIGHTS
-    leaves = np.asarray(streamed, dtype=bool) | (columns.state_bytes == 0)
+    leaves = np.asarray(off, dtype=bool) | (columns.state_bytes == 0)
     return Hosted.of(columns, may_leave(columns, config) & leaves)
 
 
@@ -204,24 +218,35 @@ def _load(up: float, down: float) -> Load:
 class _Trips:
     """Loads of the link: each is one pass over all hosted layers."""
 
-    def __init__(self, hosted: Hosted, streamed: float, left: float, rates: Rates) -> None:
+    def __init__(
+        self, hosted: Hosted, streamed: float, left: float, by_cpu: float, params: float, rates: Rates
+    ) -> None:
         """`streamed`: state that is fetched and stored, also that of weights that stay. `left`: the share of layers on
-        the host that the next forward updates, though others are updated in backward."""
+        the host that the next forward updates, though others are updated in backward. `by_cpu`: the share of them that
+        the CPU updates, of `params` parameters."""
+        trained = (1.0 - by_cpu) * hosted.trained
+        self.cpu = Load(cpu=by_cpu * params, dram=by_cpu * (2 * hosted.state + _UPDATE_IN_PLACE * hosted.trained))
+        """The CPU updates layers where they are."""
         self.fetch = _load(hosted.weights, 0.0)
         """Weights come for a forward."""
         self.again = _load(max(0.0, hosted.weights - _LAYERS_KEPT * hosted.largest), 0.0)
         """They come again, but for those that are still there."""
+        still = _LAYERS_KEPT - int(_LAYERS_KEPT * by_cpu)  # what the CPU updates is old on the device
+        self.first = _load(max(0.0, hosted.weights - still * hosted.largest), 0.0)
+        """The same behind a step."""
         self.leave = _load(0.0, hosted.trained)
         """Gradients leave."""
         self.back = _load(hosted.trained, 0.0)
-        """They come back."""
+        """They come back, for a sum."""
+        self.back_for_update = _load(trained, 0.0)
+        """Those that the device needs for the update."""
         self.left = _load(left * hosted.state, left * (hosted.state + hosted.trained))
         """State comes in forward, and leaves with the new weights."""
-        self.update = _load(streamed, streamed + hosted.trained)
-        """The same, of all that is updated."""
-        self.early = _load(streamed - self.left.up, streamed + hosted.trained - self.left.down)
+        self.update = _load(streamed, streamed + trained)
+        """The same, of all that the device updates."""
+        self.early = _load(streamed - self.left.up, streamed + trained - self.left.down)
         """Of what is updated in backward."""
-        self.leave_late, self.back_late = self.leave * left, self.back * left
+        self.leave_late, self.back_late = self.leave * (left + by_cpu), self.back * left
         """Gradients that are not used at once, though others are."""
         state = hosted.largest * hosted.state / hosted.trained if hosted.trained else 0.0
         self.layer_ms = _load(state, state + hosted.largest).ms(rates)
@@ -231,33 +256,40 @@ class _Trips:
 def exposed_with_weights(
     totals: Totals, shares: Shares, hosted: Hosted, rates: Rates, config: OffloadConfig, workload: Workload
 ) -> Times:
-    """`predict.exposed` for a plan with weights on the host, where the CPU updates nothing."""
+    """`predict.exposed` for a plan with weights on the host. The CPU updates layers where they are, in `step()` or
+    under the next forward."""
     in_backward, under_forward = config.update_in_backward, config.overlap_forward
     speculates = in_backward and workload.clips
-    streamed = totals.state * (1.0 - shares.resident) * (1.0 if speculates else totals.moved)
-    trips = _Trips(hosted, streamed, hosted.left(config, clips=workload.clips), rates)
+    off = totals.state * (1.0 - shares.resident)
+    by_cpu = hosted.by_cpu(shares.host, off)
+    streamed = (off - by_cpu * hosted.state) * (1.0 if speculates else totals.moved)
+    left = hosted.left(config, clips=workload.clips, by_cpu=by_cpu)
+    trips = _Trips(hosted, streamed, left, by_cpu, totals.params * hosted.trained / max(1.0, totals.weights), rates)
     device_ms = totals.update_bytes * totals.moved / rates.device
     late = device_ms * shares.resident if not in_backward or speculates else 0.0
 
-    backwards = list(_backwards(trips, workload.micro_batches, in_backward=in_backward, speculates=speculates))
+    cues = {"in_backward": in_backward, "speculates": speculates}
+    backwards = list(_backwards(trips, workload.micro_batches, by_cpu, **cues))
     late += sum(_late(load.ms(rates), workload.backward_ms, 0.0, hosted) for load in backwards[:-1])
     share = LINK_IN_BACKWARD if in_backward else 1.0
     end_ms = trips.layer_ms if in_backward and not under_forward else 0.0  # the last update, for which step() waits
     late += _late(backwards[-1].ms(rates) / share, workload.backward_ms, end_ms, hosted)
 
     # Behind a backward the first layers are still there; without overlap_forward other code may write them meanwhile.
-    work, later = Load(), trips.update + trips.back
+    work, later = Load(), trips.update + trips.back_for_update + trips.cpu
     if under_forward:
         forwards = [(trips.again, 0.0)] * workload.micro_batches
         if in_backward:
-            forwards[0] = (trips.again + trips.left + trips.back_late, 0.0)
+            forwards[0] = (trips.first + trips.left + trips.back_late + trips.cpu, 0.0)
         else:
-            forwards[0] = (trips.again + later, trips.layer_ms)
+            forwards[0] = (trips.first + later, trips.layer_ms)
     else:
         forwards = [(trips.fetch, hosted.largest / rates.up)] * workload.micro_batches
-        if not in_backward:
-            work = trips.fetch + later
-            late += work.ms(rates)
+        if in_backward:
+            work = trips.cpu
+        else:
+            work = trips.fetch * (1.0 - by_cpu) + later
+        late += work.ms(rates)
     for load, first_ms in forwards:
         late += _late(load.ms(rates), workload.forward_ms, first_ms, hosted)
 
@@ -271,14 +303,17 @@ def exposed_with_weights(
     return Times(exposed_ms, 0.0 if in_backward else 1.0 - shares.resident, work)
 
 
-def _backwards(trips: _Trips, micro_batches: int, *, in_backward: bool, speculates: bool) -> Iterator[Load]:
+def _backwards(
+    trips: _Trips, micro_batches: int, by_cpu: float, *, in_backward: bool, speculates: bool
+) -> Iterator[Load]:
     """What each backward of a step moves. Sums of gradients wait on the host between micro-batches."""
     for number in range(micro_batches):
         load = trips.again + (trips.back if number else Load())
         if number < micro_batches - 1 or not in_backward:
             yield load + trips.leave
         else:
-            yield load + trips.early + trips.leave_late + trips.leave * (1.0 - _GRADIENTS_KEPT if speculates else 0.0)
+            kept = trips.leave * ((1.0 - by_cpu) * (1.0 - _GRADIENTS_KEPT)) if speculates else Load()
+            yield load + trips.early + trips.leave_late + kept
 
 
 def _late(link_ms: float, compute_ms: float, end_ms: float, hosted: Hosted) -> float:

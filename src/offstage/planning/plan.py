@@ -14,7 +14,7 @@ import numpy as np
 
 from offstage.config import MIN_CHUNK_BYTES, OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
-from offstage.planning.host_weights import may_leave
+from offstage.planning.host_weights import in_layers, may_leave
 from offstage.planning.predict import CHOSEN, HOST_CHUNK, Candidate, Prediction
 from offstage.planning.sizes import Columns, Mask, ParamSize, largest, total
 
@@ -198,6 +198,8 @@ def place(columns: Columns, config: OffloadConfig, placed: Mapping[int, Placemen
     streamed_bytes, whole = _whole_and_largest(columns, streamed)
     slot_bytes = slot_bytes_for(streamed_bytes, whole, config)
     by_cpu = HostUpdated.of(columns, on_host)
+    staged = on_host & ~_moving(columns, config)
+    host_chunk_bytes = _host_chunk_bytes(by_cpu.state_bytes, config)
     _check_window(config, slot_bytes)
     return Placed(
         columns,
@@ -206,10 +208,10 @@ def place(columns: Columns, config: OffloadConfig, placed: Mapping[int, Placemen
         slots=config.num_slots if streamed.any() else 0,
         slot_bytes=slot_bytes,
         window=config.window if streamed.any() else 0,
-        host_slots=HOST_SLOTS if on_host.any() else 0,
-        host_slot_bytes=by_cpu.slot_bytes(config),
+        host_slots=HOST_SLOTS if staged.any() else 0,
+        host_slot_bytes=HostUpdated.of(columns, staged).slot_bytes_for(host_chunk_bytes),
         chunk_bytes=_chunk_bytes(streamed_bytes, config.num_slots, config) if streamed.any() else 0,
-        host_chunk_bytes=_host_chunk_bytes(by_cpu.state_bytes, config) if on_host.any() else 0,
+        host_chunk_bytes=host_chunk_bytes if on_host.any() else 0,
     )
 
 
@@ -253,7 +255,7 @@ def _choose_host(columns: Columns, config: OffloadConfig, resident: Mask, decide
     if share in (0.0, 1.0):
         return may if share else always
     if config.moves_weights:
-        moving = may & may_leave(columns, config)
+        moving = may & _moving(columns, config)
         return always | (moving & np.isin(columns.layer, _whole_layers(columns, share, ~resident, moving)))
     positions = np.flatnonzero(~resident)
     limits = share * np.cumsum(state[positions])
@@ -267,6 +269,13 @@ def _choose_host(columns: Columns, config: OffloadConfig, resident: Mask, decide
     chosen = np.zeros(len(state), dtype=bool)
     chosen[picked] = True
     return chosen
+
+
+def _moving(columns: Columns, config: OffloadConfig) -> Mask:
+    """The parameters whose weights live on the host if their state does."""
+    if not config.moves_weights or not in_layers(columns, config).any():
+        return np.zeros(len(columns.state_bytes), dtype=bool)
+    return may_leave(columns, config)
 
 
 def _whole_layers(columns: Columns, share: float, off: Mask, moving: Mask) -> list[int]:
@@ -345,7 +354,10 @@ class HostUpdated:
 
     def slot_bytes(self, config: OffloadConfig, share: float = 1.0) -> int:
         """Bytes of weights and gradients of the largest chunk, if the CPU updates `share` of them."""
-        chunk_bytes = _host_chunk_bytes(share * self.state_bytes, config)
+        return self.slot_bytes_for(_host_chunk_bytes(share * self.state_bytes, config), share)
+
+    def slot_bytes_for(self, chunk_bytes: int, share: float = 1.0) -> int:
+        """The same in chunks of that size."""
         return max(self.largest_whole, int(self.per_state_byte * min(chunk_bytes, share * self.split_bytes)))
 
 

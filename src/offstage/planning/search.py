@@ -146,7 +146,7 @@ class Search:
                 off=total(columns.padded_bytes, off),
                 off_weights=total(columns.weight_bytes, off),
                 host=HostUpdated.of(columns, off),
-                hosted=hosted_by(columns, self.config, placed.streamed),
+                hosted=hosted_by(columns, self.config, off),
             )
         return self._sums[placed]
 
@@ -260,12 +260,15 @@ class Search:
             times = exposed_with_weights(self.totals, shares, hosted, self._rates, config, self.workload)
         else:
             times = exposed(self.totals, shares, self._rates, config, self.workload)
-        if hosted.host_gradients(config, clips=self.workload.clips, micro_batches=self.workload.micro_batches):
-            # They come back through the slots.
+        if share < 1.0 and self._gradients_leave(config, hosted):  # they come back through the slots
             staging += int(config.num_slots * hosted.room_in_slot(slot))
         state = int(kept + staging + window)
         peak = state + self.other_device_bytes(config, times.left, (1.0 - resident) * (1.0 - share), hosted)
         return Candidate(name, share, int(kept), self._prediction(times, shares, state, peak, host), "")
+
+    def _gradients_leave(self, config: OffloadConfig, hosted: Hosted) -> bool:
+        work = self.workload
+        return hosted.host_gradients(config, clips=work.clips, micro_batches=work.micro_batches) > 0
 
     def _prediction(self, times: Times, shares: Shares, device_state: int, peak: int, host: int) -> Prediction:
         on_device = 1.0 - (1.0 - shares.resident) * shares.host
@@ -294,8 +297,9 @@ class Search:
     def _host_bytes(self, config: OffloadConfig, sums: Sums, part: float, share: float, hosted: Hosted) -> int:
         work = self.workload
         arenas = sums.off + sums.resident * (1.0 - part)
-        slots = HOST_SLOTS * sums.host.slot_bytes(self.config, share) if share > 0.0 else 0
-        weights = hosted.host_bytes(config, clips=work.clips, micro_batches=work.micro_batches)
+        slots = HOST_SLOTS * sums.host.slot_bytes(self.config, share) if share > 0.0 and not hosted.weights else 0
+        by_cpu = hosted.by_cpu(share, arenas)
+        weights = hosted.host_bytes(config, clips=work.clips, micro_batches=work.micro_batches, by_cpu=by_cpu)
         if not (config.update_in_backward and work.clips):
             return int(arenas + slots + weights)
         kept = kept_weight_share(config, work)[1] * max(0.0, sums.off_weights - hosted.trained)

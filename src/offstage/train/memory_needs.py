@@ -105,7 +105,9 @@ def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = N
     share = world.share_of(param_sizes(named, offload))
     plan = plan_placements(share.sizes, offload)
     staging = staging_bytes(plan.slots, plan.slot_bytes, plan.window, plan.bytes_of(Placement.STREAMED))
-    hosted = hosted_by(share.columns, offload, [one is Placement.STREAMED for one in plan.placements])
+    hosted = hosted_by(share.columns, offload, [one is not Placement.RESIDENT for one in plan.placements])
+    by_cpu = hosted.by_cpu(plan.host_share, plan.bytes_of(Placement.STREAMED) + plan.bytes_of(Placement.HOST))
+    clips, micro_batches = bool(config.optimizer.clip), config.data.micro_batches
     return Needs(
         parameters=sum(size.numel for size in share.sizes if size.state_bytes),
         dtype=dtype,
@@ -114,9 +116,7 @@ def needs_of(config: TrainConfig, parallel: Parallel, vocabulary: int | None = N
         device_state=plan.bytes_of(Placement.RESIDENT) + staging,
         host_state=plan.host_bytes,
         host_weights=int(hosted.weights),
-        host_gradients=int(
-            hosted.host_gradients(offload, clips=bool(config.optimizer.clip), micro_batches=config.data.micro_batches)
-        ),
+        host_gradients=int(hosted.host_gradients(offload, clips=clips, micro_batches=micro_batches, by_cpu=by_cpu)),
         ranks=parallel.ranks,
     )
 
