@@ -243,7 +243,9 @@ def test_what_the_cpu_updates_does_not_travel():
         model, optimizer = offloaded(config=FORWARD, **config)
         iterate(model, optimizer, range(4))
         optimizer.synchronize()
-        return optimizer.receipt().moved
+        receipt = optimizer.receipt()
+        assert (receipt.host_update_ms is not None) == bool(config)
+        return receipt.moved
 
     streamed, half = moved(), moved(host_fraction=0.5)
     layers, layer = LAYERS, layer_bytes(net())

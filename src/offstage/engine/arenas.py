@@ -192,6 +192,11 @@ class Arenas:
         return [state for state in self._position if state.hosted is not None]
 
     @property
+    def updates_on_host(self) -> bool:
+        """Whether the CPU updates some of it."""
+        return any(host.on_host for host in self.sets)
+
+    @property
     def num_streamed_chunks(self) -> int:
         return sum(not chunk.home.on_host for chunk in self.chunks)
 

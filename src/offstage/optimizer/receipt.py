@@ -182,7 +182,7 @@ def make_receipt(runtime: Runtime) -> Receipt:
         device_weight_bytes=weights.most_device_bytes if weights is not None else 0,
         moved=last,
         net_saved_bytes=sum(state.nbytes for state in runtime.all_states()) - on_device - to_come,
-        host_update_ms=host_ms if any(engine.transport.staging_bytes for engine in engines) else None,
+        host_update_ms=host_ms if any(engine.arenas.updates_on_host for engine in engines) else None,
         lane_ms=lane_ms,
         exposed_ms=exposed,
         hidden_ms=None if transfer is None or exposed is None else max(0.0, transfer - exposed),

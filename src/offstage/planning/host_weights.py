@@ -79,7 +79,8 @@ def may_leave(columns: Columns, config: OffloadConfig) -> Mask:
 
 def in_layers(columns: Columns, config: OffloadConfig) -> Mask:
     """The parameters of layers that are large enough to leave."""
-    return (columns.layer != NO_LAYER) & (columns.weight_bytes >= max(1, int(config.min_bytes)))
+    found: Mask = (columns.layer != NO_LAYER) & (columns.weight_bytes >= max(1, int(config.min_bytes)))
+    return found
 
 
 def left_to_forward(layers: int) -> list[int]:
