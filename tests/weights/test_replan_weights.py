@@ -45,6 +45,7 @@ pytestmark = pytest.mark.usefixtures("some_layers_are_late")
 
 LAYER = WIDTH * WIDTH + 2 * WIDTH
 REST = WIDTH * WIDTH + WIDTH + 7 * WIDTH + 7
+UPDATED_BY = [{"update_on": "device"}, {"update_on": "host"}, {"update_on": "auto", "host_fraction": 0.5}]
 CUES = [{"overlap_forward": one, "update_in_backward": two} for one, two in itertools.product([False, True], repeat=2)]
 
 
@@ -58,9 +59,8 @@ def everything(kind):
 
     def draw(rng):
         weights = rng.choice(["device", "host", 0.5, size(kind)])
-        update_on = rng.choice(["host", "device"]) if weights == "device" else "device"
         fraction = rng.choice([0.5, 0.8, 1.0, 1.0])
-        return {"weights": weights, **rng.choice(CUES), "fraction": fraction, "update_on": update_on}
+        return {"weights": weights, **rng.choice(CUES), "fraction": fraction, **rng.choice(UPDATED_BY)}
 
     return draw
 
@@ -345,7 +345,7 @@ def test_what_is_refused_changes_nothing():
     iterate(model, optimizer)
     plan, config = optimizer.plan, optimizer.config
     cases = [
-        (ConfigError, {"weights": "host", "update_on": "host"}, ["contradicts update_on='host'"]),
+        (ConfigError, {"weights": "host", "window": "all"}, ["contradicts window='all'"]),
         (ConfigError, {"weights": "host", "fraction": 0.0}, ["fraction=0.0 switches offloading off"]),
         (ConfigError, {"weights": "17KiB"}, ["weights=17.0 KiB cannot hold", "Raise it to"]),
         (OffloadIneffectiveError, {"weights": "1GiB"}, ["moves no weight"]),

@@ -280,8 +280,8 @@ class Engine:
         if self.round.speculative:
             self.arenas.flip()
             for state in self.arenas.hosted:
-                assert state.hosted is not None
-                state.hosted.flip()
+                if state.hosted is not None and state.placement is Placement.STREAMED:
+                    state.hosted.flip()
         self.transport.pipeline.discard_staged()  # of parameters that got no gradient this time
         self._last_ready = set(self.round.left)
         self.round = None

@@ -551,10 +551,13 @@ class HostWeights:
             layer.use(lanes[layer.device], timers[layer.device])
 
     def add_spare(self, params: Iterable[torch.Tensor]) -> None:
-        """A second set of host memory for `params`, which speculative updates write."""
+        """A second set of host memory for `params`, which speculative updates write; other layers need none."""
         wanted = set(params)
         for layer in self._layers.values():
-            layer.add_spare([weight for weight in layer.weights if weight.param in wanted])
+            if speculative := [weight for weight in layer.weights if weight.param in wanted]:
+                layer.add_spare(speculative)
+            else:
+                layer.drop_spare()
 
     def drop_spare(self) -> None:
         for layer in self._layers.values():
