@@ -236,6 +236,26 @@ def test_whole_layers_are_updated_by_the_cpu():
         )
 
 
+@pytest.mark.parametrize("change", ["a group", "more state"])
+def test_layers_that_the_cpu_updates_stay_its_own(change):
+    """When parameters are added, and when options need more state of those that are there."""
+
+    def life(model, optimizer):
+        iterate(model, optimizer, range(2), clip=1e-2)
+        if change == "a group":
+            torch.manual_seed(1)
+            model.layers.append(Layer())
+            optimizer.add_param_group({"params": [*model.layers[-1].parameters()]})
+        else:
+            optimizer.param_groups[0]["amsgrad"] = True
+        iterate(model, optimizer, range(2, 5), clip=1e-2)
+        placed = optimizer.plan.placements[: 2 + 3 * LAYERS + 2]
+        if Placement.HOST in placed:
+            assert placed == offloaded(host_fraction=0.5)[1].plan.placements
+
+    assert_same_lives(life, {**FORWARD, "host_fraction": 0.5}, {**BOTH, "host_fraction": 0.5}, model=net, seeds=SEEDS)
+
+
 def test_what_the_cpu_updates_does_not_travel():
     """Neither its state nor its gradient comes to the device: weights for forward and backward do."""
 

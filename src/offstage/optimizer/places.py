@@ -149,7 +149,7 @@ class Places:
     ) -> tuple[dict[torch.device, list[ParamState]], dict[torch.device, Plan]]:
         """The state that every parameter has or should get, with its placement, and the plans, by device.
 
-        Unless `weights_move`, which then follow the plan, state of weights that live on the host streams.
+        Unless `weights_move`, which then follow the plan, new state of weights that live on the host streams.
         """
         check_options(groups)
         group_of = {param: group for group in groups for param in group["params"]}
@@ -201,8 +201,10 @@ class Places:
         for i, state in enumerate(states):
             if state.frozen:
                 placed[i] = Placement.RESIDENT
-            elif not weights_move and host_weight_of(state.param) is not None:
-                placed[i] = Placement.STREAMED
+            elif i not in placed and not weights_move and host_weight_of(state.param) is not None:
+                before = self.states.get(state.param)  # with fewer keys
+                is_by_cpu = before is not None and before.placement is Placement.HOST
+                placed[i] = Placement.HOST if is_by_cpu else Placement.STREAMED
         sizes = [self.size_of(state) for state in states]
         try:
             return plan_placements(sizes, self._decided(device, sizes), placed)
