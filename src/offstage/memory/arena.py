@@ -303,6 +303,9 @@ def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection
             view[start : start + length : _PAGE] = bytes(-(-length // _PAGE))  # older kernels
 
     starts = range(0, nbytes, _TOUCH_BYTES)
+    if len(starts) == 1 and cpus is None:  # a thread would take longer to start
+        touch(0)
+        return
     left = iter(starts)
 
     def populate(_: int, crew: Crew[None]) -> None:
