@@ -54,6 +54,8 @@ class Operation:
     """The formula, if torch knows one."""
     decomposes: bool
     """In inference mode torch leaves it to a mode to do it in parts."""
+    is_view: bool
+    """It makes nothing but other names for memory that it was given."""
     mutates: bool
     written: Sequence[int]
     """Positions of the arguments that it writes to."""
@@ -68,7 +70,7 @@ def operation_of(func: Any) -> Operation:
     """What is known of `func`."""
     found = _known.get(id(func))
     if found is None:
-        flops = _FLOPS.get(func._overloadpacket)
+        flops, returns = _FLOPS.get(func._overloadpacket), func._schema.returns
         written = [
             (place, one)
             for place, one in enumerate(func._schema.arguments)
@@ -79,6 +81,7 @@ def operation_of(func: Any) -> Operation:
             name=str(func._overloadpacket.__name__),
             flops=flops,
             decomposes=flops is None and func._can_decompose(),
+            is_view=bool(returns) and all(one.alias_info and not one.alias_info.is_write for one in returns),
             mutates=func._schema.is_mutable,
             written=[place for place, one in written if not one.kwarg_only],
             written_names=[one.name for _, one in written],

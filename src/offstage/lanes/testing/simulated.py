@@ -262,7 +262,8 @@ class _Operations(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         made = func(*args, **kwargs)
-        self._device.operation(operation, args, kwargs, made)
+        if not operation.is_view:
+            self._device.operation(operation, args, kwargs, made)
         return made
 
 
