@@ -33,7 +33,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def pytest_collection_finish() -> None:
     """Leave modules and tests out of every later garbage collection: they stay, and each would go through them all."""
     importlib.import_module("torch._dynamo")  # the first step of any optimizer imports it
+    _keep_out_of_collections()
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_earlier_files_imported_stays() -> None:
+    _keep_out_of_collections()
+
+
+def _keep_out_of_collections() -> None:
     gc.collect()
     gc.freeze()
 
