@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -28,6 +29,16 @@ torch.set_num_threads(1)
 
 # A shell that starts the tests in the background has SIGINT ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+LONG = ("fitting/test_simulated.py", "test_examples.py", "weights/test_replan_weights.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: at the end no process is left alone with one."""
+    tests = Path(__file__).parent
+    long = [tests / name for name in LONG]
+    items.sort(key=lambda item: long.index(item.path) if item.path in long else len(long))
 
 
 def pytest_collection_finish() -> None:
