@@ -14,7 +14,6 @@ resident        Megatron as it is, fp32 masters on the device, torch's fused Ada
 hdo_F           its `HybridDeviceOptimizer` with overlap: F percent of the state are updated by the CPU
 streamed_F      offstage in the same optimizer: F percent live on the host and are updated on the device
 auto_F          the same, and the CPU updates the share of it that the planner finds
-auto_window_F   as streamed_F, fetched and stored ahead and late in memory that activations leave free
 mixed_F         as streamed_F, and the CPU updates 30 percent of it
 window          all of it lives on the host and is back for the step, as `offload_optimizer_states` would have it
 bits_*          50 steps, deterministic: a digest of all weights, to be that of `bits_resident`, Megatron as it is.
@@ -130,7 +129,6 @@ CASES = [
     *(ours("streamed", fraction) for fraction in FRACTIONS),
     *(ours("auto", fraction, update_on="auto") for fraction in FRACTIONS),
     ours("streamed", 1.0, "_split", master_weights="split"),
-    ours("auto_window", 1.0, "_split", master_weights="split", window="auto"),
     ours("mixed", 1.0, "_split", master_weights="split", host_fraction=0.3),
     Case(name="window", options=WINDOW, groups=("window",)),
     bits("resident", {}, "megatron"),

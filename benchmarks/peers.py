@@ -33,7 +33,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import offstage
 from benchmarks import fsdp2, harness, workload
-from benchmarks.common import ON_GPU, Row, gib, peak_bytes, reset_peak, rss_bytes, synchronize
+from benchmarks.common import ON_GPU, Row, gib, peak_bytes, reset_peak, rss_bytes, settle_collector, synchronize
 from benchmarks.fetch_peers import environment
 from benchmarks.workload import BATCH, MAX_NORM, SIZES, Clip
 
@@ -246,6 +246,7 @@ def measure(
     system.finish()
     build_s = time.perf_counter() - start
     warm_up_ms = system.mean_ms(warm_up)
+    settle_collector()
     warm_up_peak = peak_bytes()
     reset_peak()
     iteration_ms = system.mean_ms(iterations)

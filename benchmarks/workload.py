@@ -22,7 +22,18 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import offstage
-from benchmarks.common import DEVICE, Row, gib, now, peak_bytes, reset_peak, rounded, share, synchronize
+from benchmarks.common import (
+    DEVICE,
+    Row,
+    gib,
+    now,
+    peak_bytes,
+    reset_peak,
+    rounded,
+    settle_collector,
+    share,
+    synchronize,
+)
 from offstage.config import Placement
 
 SLICES = 8
@@ -237,6 +248,7 @@ class Training:
         for _ in range(warm_up - 1):
             self.iterate()
         warm = _peak_until_now()
+        settle_collector()
         found = self.timed(iterations)
         steady = peak_bytes()
         peaks = {
@@ -297,10 +309,11 @@ def offloaded(model: nn.Module, size_name: str, config: Mapping[str, Any]) -> of
 
 
 def config_for(size_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The small model has small chunks; its window and the least that leaves are small too."""
+    """The small model has small chunks; its window, budget and the least that leaves are small too."""
     if size_name == "full" or config.get("fraction") == 0.0:
         return dict(config)
     sized = str(config.get("window", "")).endswith("iB")
     window = {"window": "256KiB"} if sized else {}
     least = {"min_bytes": "4KiB"} if "weights" in config else {}
-    return {**config, **SMALL_CHUNKS, **window, **least}
+    budget = {"device_budget": "512KiB"} if "device_budget" in config else {}
+    return {**config, **SMALL_CHUNKS, **window, **least, **budget}

@@ -194,8 +194,8 @@ class OffloadConfig:
     shares that `make_plan` finds fastest for this machine."""
 
     host_fraction: float | None = None
-    """Share of the offloaded bytes that the CPU updates, met to within one parameter. Setting it implies
-    ``update_on="auto"``; with ``"auto"`` and ``None`` the planner chooses it."""
+    """Share of the offloaded bytes that the CPU updates, met to within one parameter, or one layer where weights live
+    on the host. Setting it implies ``update_on="auto"``; with ``"auto"`` and ``None`` the planner chooses it."""
 
     threads: int | None = None
     """CPU threads for updates on the host by offstage's own Adam and AdamW. ``None``: this rank's share of the CPUs
@@ -210,9 +210,8 @@ class OffloadConfig:
     window: int | str = 0
     """Extra device memory in which chunks may wait: fetched ahead during backward, stored during the next forward.
     ``"all"``: all state is on the device for the step and leaves again during the next forward, which pays where
-    activations fill the device. ``"auto"``: what activations leave free in backward and in the next forward, under
-    `device_peak`, or without one under the peak of the first steps. A size is deprecated: a lower `fraction` takes the
-    same device memory, is as fast, and moves less."""
+    activations fill the device. ``"auto"``: the memory that `device_peak` leaves. A size is deprecated: a lower
+    `fraction` takes the same device memory, is as fast, and moves less."""
 
     overlap_forward: bool = False
     """`step()` does not wait for the updates: each module's forward waits for its own weights only, and so does any
@@ -372,6 +371,11 @@ class OffloadConfig:
                 "fraction=0.0 switches offloading off, which contradicts window, overlap_forward and "
                 "update_in_backward: there are no transfers to overlap. Leave them out, or raise fraction."
             )
+        if self.window == "auto" and self.device_peak is None:
+            raise ConfigError(
+                "window='auto' uses the memory that device_peak leaves; expected both, found no device_peak. Give "
+                "device_peak='40GiB' (what the whole process may take), or leave window out."
+            )
         if self.window in WINDOWS and self.device_budget is not None:
             raise ConfigError(
                 f"window={self.window!r} decides how much state is on the device, which contradicts "
@@ -385,11 +389,6 @@ class OffloadConfig:
             raise ConfigError(
                 f"fraction=0.0 switches offloading off, which contradicts weights={self.weights!r}: weights live on "
                 "the host where their state does. Leave one of the two out."
-            )
-        if self.update_on != "device" or self.host_fraction is not None:
-            raise ConfigError(
-                f"weights={self.weights!r} brings weights to the device, where they are updated, which contradicts "
-                f"update_on={self.update_on!r} and host_fraction. Leave them out, or leave weights out."
             )
         if self.window:
             raise ConfigError(

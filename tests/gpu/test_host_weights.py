@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import offstage
 from benchmarks.overlap_bits import IN_BACKWARD, MASTERS, Checked, Run, delayed_lanes
 from offstage.lanes.lanes import Lane
 from offstage.lanes.link import use_lanes
@@ -21,10 +22,14 @@ MODES: dict[str, dict[str, Any]] = {
     "in backward and under forward": IN_BACKWARD,
 }
 LANES = (Lane.FETCH, Lane.UPDATE, Lane.STORE, Lane.WEIGHTS_UP, Lane.CALLER)
+BY_CPU = {"host_fraction": 0.5}
 
 
-def host_weights(mode: str, masters: str = "split", clip: str = "none", **more: Any) -> Run:
-    return run_gates({**MODES[mode], "master_weights": masters, "weights": "host"}, clip=clip, **more)
+def host_weights(
+    mode: str, masters: str = "split", clip: str = "none", config: dict[str, Any] | None = None, **more: Any
+) -> Run:
+    settings = {**MODES[mode], "master_weights": masters, "weights": "host", **(config or {})}
+    return run_gates(settings, clip=clip, **more)
 
 
 @functools.cache
@@ -43,6 +48,57 @@ def test_every_mode_gives_the_bits_of_plain_steps(mode: str, clip: str, masters:
     assert (run.receipt.speculation_hits > 0) == (early and clip in ("never", "sometimes"))
     assert run.receipt.host_weight_bytes > 0
     assert run.receipt.moved.weights_up > run.receipt.moved.weights_down > 0
+
+
+@pytest.mark.parametrize("masters", MASTERS)
+@pytest.mark.parametrize("clip", ["none", "never", "sometimes", "always"])
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_that_the_cpu_updates_have_the_same_bits(mode: str, clip: str, masters: str) -> None:
+    run = host_weights(mode, masters, clip, BY_CPU)
+    assert_same(run, plain(clip))
+    assert run.receipt.host_update_ms is not None
+
+
+@pytest.mark.parametrize("lane", [Lane.GRADIENTS_DOWN, Lane.WEIGHTS_UP, Lane.STORE], ids=lambda lane: lane.value)
+@pytest.mark.parametrize("mode", MODES)
+def test_delays_beside_layers_that_the_cpu_updates(mode: str, lane: Lane) -> None:
+    with delayed_lanes(lane):
+        run = host_weights(mode, clip="sometimes", config=BY_CPU)
+    assert_same(run, plain("sometimes"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_checker_finds_nothing_beside_layers_that_the_cpu_updates(mode: str) -> None:
+    lanes = Checked()
+    with use_lanes(lanes):
+        run = host_weights(mode, clip="sometimes", config=BY_CPU)
+    assert_same(run, plain("sometimes"))
+
+
+def test_gradients_of_other_formats_are_scaled_as_on_the_device() -> None:
+    """The factor is fp32 where some gradients are; those in bf16 are multiplied by it as kernels of the device do."""
+
+    def trained(**config: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(256, 256), torch.nn.ModuleList([torch.nn.Linear(256, 256) for _ in range(4)]).bfloat16()
+        ).cuda()
+        settings = {"min_bytes": 0, "weights": "host", "overlap_forward": True, "master_weights": "split", **config}
+        optimizer = offstage.offload(torch.optim.AdamW(model.parameters(), lr=1e-2), model, **settings)
+        for number in range(6):
+            x = torch.randn(8, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(number))
+            x = model[0](x).bfloat16()
+            for layer in model[1]:
+                x = x + layer(x)
+            x.float().pow(2).mean().backward()
+            optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronize()
+        return [param.detach().cpu().clone() for param in model.parameters()]
+
+    expected, found = trained(), trained(**BY_CPU)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])

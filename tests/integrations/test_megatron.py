@@ -270,14 +270,17 @@ def test_a_rerun_of_forward_and_backward_before_the_step(monkeypatch: pytest.Mon
     assert_same_tree(megatron.weights(run.chunks), megatron.weights(expected.chunks))
 
 
-def test_slots_take_no_memory_outside_the_step() -> None:
-    run = make("bf16", TORCH)
-    inner, device, during = run.optimizer.optimizer, torch.device("cpu"), []
+@pytest.mark.parametrize("window", [0, "all"])
+def test_slots_take_no_memory_outside_the_step(window: Any) -> None:
+    """With a window, not before gradients are reduced; also where the last step was skipped."""
+    run = make("bf16", {**TORCH, "window": window})
+    inner, device, during, before = run.optimizer.optimizer, torch.device("cpu"), [], []
     runtime = runtime_of(inner)
     inner.register_step_post_hook(lambda *_: during.append(runtime.device_state_bytes(device)))
-    run.train(3)
+    run.chunks[0].register_forward_pre_hook(lambda *_: before.append(runtime.device_state_bytes(device)))
+    run.train(4, spoiled=[2])
     assert min(during) > 0
-    assert runtime.device_state_bytes(device) == 0
+    assert max(before) == runtime.device_state_bytes(device) == 0
 
 
 def test_the_window_is_full_while_gradients_are_reduced_and_gone_after_the_step() -> None:

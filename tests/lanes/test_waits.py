@@ -322,9 +322,10 @@ class Layers(nn.Module):
         self.layers = nn.ModuleList(layer(40, 40) for _ in range(6))
 
     def forward(self, x):
+        x = x.to(next(self.parameters()).dtype)
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return x.pow(2).mean()
+        return x.float().pow(2).mean()
 
 
 def activations_offloaded():
@@ -432,9 +433,20 @@ class Unbiased(nn.Linear):
         return nn.functional.linear(x, self.weight)[:, : self.outputs]
 
 
-def make_hosted(layer=nn.Linear, **config):
+class Wide(nn.Module):
+    """Some chunks, also of those that the CPU updates; one weight is in two of them."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.up, self.down = nn.Linear(inputs, 200, bias=False), nn.Linear(200, outputs)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def make_hosted(layer=nn.Linear, dtype=torch.float32, **config):
     torch.manual_seed(0)
-    model = Layers(layer)
+    model = Layers(layer).to(dtype)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.01)
     return model, offstage.offload(adamw, model, **{**SMALL, "slots": 2, **HOSTED, **config})
 
@@ -463,6 +475,19 @@ def hosted(numbers=range(3), clip=None, micro_batches=1, clip_grad_norm=None, be
 
 def torchs_own(model, max_norm):
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def by_torch_in_parts(model, max_norm):
+    """Two norms, which find two factors for gradients of one chunk."""
+    large = [param for param in model.parameters() if param.dim() > 1]
+    small = [param for param in model.parameters() if param.dim() == 1]
+    return nn.utils.clip_grad_norm_(large, max_norm) + nn.utils.clip_grad_norm_(small, 0.5 * max_norm)
+
+
+def run_a_layer(model):
+    """The next one is sent for, and not used."""
+    with torch.no_grad():
+        model.layers[2](torch.ones(3, 40, dtype=model.layers[2].weight.dtype))
 
 
 def read_gradients(model):
@@ -545,6 +570,19 @@ def hosted_layers_skipped(**config):
         loss.backward()
         end_step(optimizer)
     return model_result(model, optimizer)
+
+
+def hosted_saved_while_training(**config):
+    """The last updates, and with them the copies, are still to come when step() returns."""
+    model, optimizer = make_hosted(**config)
+
+    def train():
+        for step in range(2):
+            model(torch.full((3, 40), 0.1 * (step + 1))).backward()
+            end_step(optimizer)
+
+    train()
+    return saved_meanwhile(optimizer, train)
 
 
 def hosted_saved_with_speculation(**config):
@@ -714,6 +752,27 @@ ALL_HOSTED = {
     "hosted_layers_skipped": partial(hosted_layers_skipped, **FORWARD),
     "hosted_saved_with_speculation": hosted_saved_with_speculation,
 }
+BY_CPU = {"host_fraction": 0.5}
+SPLIT = {"layer": Wide, "dtype": torch.bfloat16, "master_weights": "split"}
+ALL_HOSTED |= {
+    "in_place": partial(hosted, layer=Wide, **BY_CPU, **FORWARD),
+    # The fingerprint of a weight is taken before its first chunk is updated, and goes up behind the last.
+    "in_place_with_split_masters": partial(hosted, **SPLIT, **BY_CPU, **FORWARD),
+    "in_place_in_step": partial(hosted, layer=Wide, **BY_CPU, **BY_TORCH),
+    "in_place_clipped_in_parts": partial(
+        hosted, clip=[1e-4], clip_grad_norm=by_torch_in_parts, **BY_CPU, **FORWARD, **ACCUMULATED
+    ),
+    "in_place_clipped_now_and_then": partial(hosted, **NOW_AND_THEN, **BY_CPU, **BOTH),
+    "in_place_in_backward": partial(hosted, layer=Wide, **BY_CPU, **EARLY),
+    "in_place_a_layer_run_before_the_step": partial(hosted, before_step=run_a_layer, **BY_CPU, **FORWARD),
+    "in_place_gradients_by_hand": partial(hosted, between=step_by_hand, **BY_CPU, **FORWARD),
+    "in_place_weights_written": partial(hosted, between=write_weights, **BY_CPU, **FORWARD),
+    "in_place_evaluated": partial(hosted, between=evaluate, **BY_CPU, **FORWARD),
+    "in_place_dropped": partial(hosted_dropped, **BY_CPU, **FORWARD),
+    "in_place_closed": partial(hosted_closed, **BY_CPU, **FORWARD),
+    "in_place_all": partial(hosted, update_on="host", slots=None, **FORWARD),
+    "in_place_saved_while_training": partial(hosted_saved_while_training, **BY_CPU, **FORWARD),
+}
 OTHERS = [
     saved_while_training,
     saved_with_speculation,
@@ -781,12 +840,20 @@ WAITS = [
     "gradient: the host reads it",
     "gradient: the memory is free",
     "host: all stores are done",
+    "host: no copy reads the weights",
     "host: the first gradients are used",
+    "host: the gradients have left",
     "host: the snapshot has its copy",
+    "host: the weights were looked at",
     "host: weights and gradients have come down",
+    "host: what clipping found has come down",
     "leave: the tensor has left",
     "leave: the tensor is made",
     "load: the weights are ready",
+    "look: so were those before",
+    "look: the step has begun",
+    "lower: clipping has found it",
+    "lower: so has what it found before",
     "lower: the gradients are ready",
     "lower: the staging buffer is free",
     "measure: the copies are done",
@@ -794,6 +861,7 @@ WAITS = [
     "place: the lanes are drained",
     "place: the staging buffers are not in use",
     "place: the weights are ready",
+    "raise: so are those of the layer before",
     "raise: the weights are updated",
     "read: the state is known",
     "read: the weights are ready",
@@ -820,6 +888,7 @@ WAITS = [
     "wake: the memory is free",
     "wake: the tensor is back",
     "weights: a part of the update is done",
+    "weights: the CPU has updated them",
     "weights: the fetch is over",
     "weights: the gradient has left",
     "weights: the gradient is made",

@@ -125,6 +125,10 @@ BAD_SETTINGS = {
         {**SMALL, "window": "10KiB"},
         ["window=10.0 KiB", "one slot of 16.0 KiB", "Use at least that", "window=0"],
     ),
+    "window auto without a peak": (
+        {"window": "auto"},
+        ["window='auto'", "expected both", "found no device_peak", "Give device_peak='40GiB'", "leave window out"],
+    ),
     "a peak without window auto": (
         {"window": "1GiB", "device_peak": "2GiB"},
         [

@@ -11,13 +11,12 @@ from torch import nn
 
 import offstage
 from offstage.errors import ConfigError
+from offstage.lanes.lanes import ImmediateLanes
 from offstage.lanes.link import use_lanes
 from offstage.optimizer.optimizer import runtime_of
-from tests.support import simulated_jobs
 from tests.support.contract import SMALL, adamw, assert_same, snapshot
 from tests.support.lives import CPU, assert_same_lives, end_step, fail_at, iterate, loss_of, stack
 from tests.support.lives import offloaded_stack as offloaded
-from tests.support.metered import Counted, CountedLazy, Metered
 from tests.support.training import lazily
 
 LAYERS = 8
@@ -112,31 +111,48 @@ def test_memory_does_not_grow(window, update_in_backward):
 # Following `device_peak`
 
 
+class Metered(ImmediateLanes):
+    """Lanes of a device whose memory is counted: what offstage takes, and what the model pretends to take."""
+
+    def __init__(self, device, limit=None):
+        super().__init__(device)
+        self.allocated = 0
+        self.peak = 0
+        self.limit = limit
+        self.refused = 0
+
+    def use(self, nbytes):
+        self.allocated += nbytes
+        self.peak = max(self.peak, self.allocated)
+
+    def empty(self, nbytes):
+        if self.limit is not None and self.allocated + nbytes > self.limit:
+            self.refused += 1
+            raise torch.OutOfMemoryError(f"no room for {nbytes}")
+        self.use(nbytes)
+        return super().empty(nbytes)
+
+    def release(self, tensor, after, reason):
+        self.use(-tensor.nbytes)
+
+    def drop(self, tensor):
+        self.use(-tensor.nbytes)
+
+    def peak_bytes(self):
+        return self.peak
+
+
 class Metering:
-    """A model whose layers take activation memory in forward and give it back in backward.
+    """A model whose layers take activation memory in forward and give it back in backward."""
 
-    `spike_bytes`: what each layer takes besides while it runs, and while its backward does: that of a recomputed one.
-    """
-
-    def __init__(self, activation_bytes=4 * SLOT, *, limit=None, lanes=Metered, spike_bytes=0, **config):
+    def __init__(self, activation_bytes=4 * SLOT, *, limit=None, **config):
         self.activation_bytes = activation_bytes
         self.model = stack()
         made = []
-
-        def briefly(*_):
-            made[0].use(spike_bytes)
-            made[0].use(-spike_bytes)
-
-        def runs(_, inputs, output):
-            briefly()
-            if output.requires_grad:
-                output.register_hook(briefly)
-            made[0].use(self.activation_bytes)
-
         for layer in self.model:
-            layer.register_forward_hook(runs)
+            layer.register_forward_hook(lambda *_: made[0].use(self.activation_bytes))
             layer.weight.register_post_accumulate_grad_hook(lambda _: made[0].use(-self.activation_bytes))
-        with use_lanes(lambda device: made.append(lanes(device, limit)) or made[-1]):
+        with use_lanes(lambda device: made.append(Metered(device, limit)) or made[-1]):
             _, self.optimizer = offloaded(self.model, **config)
         self.lanes = made[0]
 
@@ -191,179 +207,6 @@ def test_auto_gives_the_bits_of_the_plain_step():
     iterate(plain_model, plain, range(8))
     run = Metering(window="auto", device_peak=plain_peak() + 5 * SLOT).train(range(8))
     assert_same(plain_model, plain, run.model, run.optimizer)
-
-
-# Following what is allocated
-
-
-def plain_most(**settings):
-    return Metering(lanes=Counted, **settings).train(range(4)).lanes.most
-
-
-@pytest.mark.parametrize("spike", [0, SLOT, 6 * SLOT])
-@pytest.mark.parametrize("room", [None, 0, 3 * SLOT + 7, 100 * SLOT])
-def test_auto_takes_what_activations_leave_and_never_more(spike, room):
-    """Chunks come in backward, beside what is still to come in it, and memory stays under the limit.
-
-    Without `device_peak` the limit is what the first steps took.
-    """
-    most = plain_most(spike_bytes=spike)
-    limit = most + (room or 0)
-    peak = {} if room is None else {"device_peak": limit}
-    run, staged, widths = Metering(lanes=Counted, spike_bytes=spike, window="auto", **peak), [], []
-    pipeline = pipeline_of(run.optimizer)
-    run.train(range(2))
-    assert pipeline.window_slots == 0
-    assert run.lanes.most == most
-    for param in run.model.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: staged.append(len(pipeline.staged)))
-    for layer in run.model:
-        layer.register_forward_pre_hook(lambda *_: widths.append(pipeline.window_slots))
-    run.train(range(2, 6))
-    assert run.lanes.most <= limit
-    assert max(staged) > 0
-    loss_of(run.model, 6)
-    always = min(num_chunks(run.optimizer), (room or 0) // SLOT)  # this much needs not be given back
-    assert pipeline.window_slots == widths[-1] == always
-    assert run.lanes.most <= limit
-    assert not run.optimizer.receipt().fallbacks
-
-
-@pytest.mark.parametrize("spike", [0, 6 * SLOT])
-@SEEDS
-def test_auto_without_a_peak_gives_the_bits_of_the_plain_step(seed, spike):
-    """Also where forward and backward run again, steps are skipped and an evaluation comes between."""
-
-    def lanes(device, limit):
-        return Counted(device, limit) if seed is None else CountedLazy(device, limit, seed=seed)
-
-    def life(**config):
-        run = Metering(lanes=lanes, spike_bytes=spike, **config).train(range(3))
-        limit = run.lanes.most
-        for number in range(3, 9):
-            loss_of(run.model, number).backward()
-            if number == 5:
-                run.optimizer.zero_grad()
-                loss_of(run.model, number).backward()
-            if number != 7:
-                run.optimizer.step()
-            run.optimizer.zero_grad()
-            if number == 4:
-                with torch.no_grad():
-                    loss_of(run.model, number)
-                run.lanes.use(-run.activation_bytes * LAYERS)  # which no backward frees
-        return run, limit
-
-    plain, _ = life()
-    run, limit = life(window="auto")
-    assert_same(plain.model, plain.optimizer, run.model, run.optimizer)
-    assert run.lanes.most <= limit
-
-
-def test_auto_where_nothing_is_counted_says_that_it_is_closed(caplog):
-    """Without `device_peak` there is no room that could be known."""
-    with caplog.at_level(logging.WARNING, logger="offstage"):
-        run = Metering(window="auto").train(range(5))
-    assert pipeline_of(run.optimizer).window_slots == 0
-    (told,) = run.optimizer.receipt().fallbacks
-    assert "no chunk fits" in told
-    assert [record.getMessage() for record in caplog.records] == [told]
-
-
-def test_auto_gives_way_to_activations_that_grow_under_a_limit():
-    device_peak = plain_most() + 8 * SLOT
-    run = Metering(lanes=Counted, window="auto", device_peak=device_peak).train(range(5))
-    run.activation_bytes += SLOT // 2
-    run.train(range(5, 8))
-    run.lanes.most = 0
-    run.train(range(8, 12))
-    assert run.lanes.most <= device_peak
-    assert num_chunks(run.optimizer) >= pipeline_of(run.optimizer).window_slots > 0
-
-
-def test_auto_looks_again_when_there_are_more_gradients():
-    """A second backward before each step from the middle of training on: its forward needs the memory."""
-
-    def train(run, steps):
-        for number in range(*steps):
-            for _ in range(1 if number < 5 else 2):
-                loss_of(run.model, number).backward()
-            end_step(run.optimizer)
-
-    plain = Metering(lanes=Counted)
-    train(plain, (0, 12))
-    run, staged = Metering(lanes=Counted, window="auto"), []
-    train(run, (0, 9))
-    pipeline = pipeline_of(run.optimizer)
-    for param in run.model.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: staged.append(len(pipeline.staged)))
-    train(run, (9, 12))
-    cues = 2 * LAYERS
-    assert set(staged[:cues]) == {0}  # not beside the second forward
-    assert max(staged[cues : 2 * cues]) > 0
-    assert run.lanes.most <= plain.lanes.most
-    assert_same(plain.model, plain.optimizer, run.model, run.optimizer)
-
-
-def test_auto_without_a_model_goes_with_the_step():
-    """No forward is seen that would give it back."""
-    plain, run = Metering(lanes=Counted), Metering(lanes=Counted)
-    made, staged = [], []
-    with use_lanes(lambda device: made.append(run.lanes) or run.lanes):
-        optimizer = offstage.offload(adamw(run.model.parameters()), **SMALL, window="auto")
-    pipeline = pipeline_of(optimizer)
-    for number in range(5):
-        iterate(plain.model, plain.optimizer, [number])
-        loss_of(run.model, number).backward()
-        staged.append(len(pipeline.staged))
-        end_step(optimizer)
-        assert pipeline.window_slots == 0
-    assert staged[:2] == [0, 0]
-    assert min(staged[2:]) > 0
-    assert run.lanes.most <= plain.lanes.most
-    assert_same(plain.model, plain.optimizer, run.model, optimizer)
-
-
-def test_two_windows_share_what_is_free():
-    """Each watches the same memory, whose peak either may count anew."""
-
-    def life(**config):
-        run = Metering(lanes=Counted)  # whose own optimizer makes no step
-        halves = [run.model[: LAYERS // 2], run.model[LAYERS // 2 :]]
-        with use_lanes(lambda device: run.lanes):
-            made = [offstage.offload(adamw(one.parameters()), one, **SMALL, **config) for one in halves]
-        widest = [0, 0]
-        for number in range(8):
-            loss_of(run.model, number).backward()
-            widest = [max(most, pipeline_of(one).window_slots) for most, one in zip(widest, made, strict=True)]
-            for optimizer in made:
-                end_step(optimizer)
-        return run, made, widest
-
-    plain, before, none = life()
-    run, after, widest = life(window="auto")
-    assert none == [0, 0]
-    assert min(widest) > 0
-    assert run.lanes.most <= plain.lanes.most
-    for one, other in zip(before, after, strict=True):
-        assert_same(plain.model, one, run.model, other)
-
-
-def test_auto_hides_transfers_under_activations_that_are_going():
-    """On a device whose link is the limit: shorter iterations, and not a byte more at the peak."""
-
-    def job(**settings):
-        def make(model, plain, simulated):
-            return offstage.offload(plain, model, **{**simulated_jobs.SMALL, **settings})
-
-        task = simulated_jobs.Task(steps=8, rows=lambda _: 512)
-        return task.run(make, simulated_jobs.device())
-
-    plain, found = job(), job(window="auto")
-    assert found.peaks[-1] <= plain.peaks[-1]
-    assert sum(found.times[4:]) < 0.95 * sum(plain.times[4:])
-    for one, other in zip(plain.weights(), found.weights(), strict=True):
-        assert torch.equal(one, other)
 
 
 # Running out of memory

@@ -127,8 +127,9 @@ class Iterations:
     FORMATS = (*FORMATS, (torch.float32, {"fraction": 0.5}))
     PLACES = (
         *({"window": window} for window in (0, "16KiB", "48KiB", "all")),
-        *[{"weights": "host"}] * 3,
+        *[{"weights": "host"}] * 2,
         {"weights": 0.5},
+        {"weights": "host", "host_fraction": 0.5},
     )
     """A window beside weights on the device, or weights on the host: half of the lives each."""
     CLIPS = (None, (1e4,), (1e-4,), (1e4, 1e-4), (1e4, 1e4, 1e-4, None))

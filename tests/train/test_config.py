@@ -243,8 +243,8 @@ def test_flags_go_over_the_file_and_the_file_over_defaults(tmp_path):
 
 def test_file_and_flags_are_checked_together(tmp_path):
     """A file that needs a flag is not refused before the flag was heard."""
-    path = written(tmp_path, '[offload]\ndevice_peak = "8GiB"\n')
-    assert load_config(path, ["--offload.window=auto"]).offload.device_peak == 8 << 30
+    path = written(tmp_path, '[offload]\nwindow = "auto"\n')
+    assert load_config(path, ["--offload.device-peak=8GiB"]).offload.window == "auto"
     with pytest.raises(ConfigError, match="device_peak"):
         load_config(path, [])
 

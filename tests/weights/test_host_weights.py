@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import offstage
 from offstage import checkpoint
 from offstage.activations.offload import offload_activations
+from offstage.config import Placement
 from offstage.engine.pipeline import Pipeline
 from offstage.errors import ConfigError, HostMemoryError, OffloadIneffectiveError, OffstageError, StepLostError
 from offstage.lanes.lanes import Lane
@@ -192,6 +193,65 @@ def test_the_bits_of_the_plain_step(row):
     assert (found.receipt.speculation_hits > 0) == (
         found.updated_in_backward > 0 and row["clip"] in ("never", "sometimes")
     )
+
+
+CPU_ROWS = covering(
+    mode=list(MODES),
+    clip=list(overlap.CLIPS),
+    by_cpu=[0.5, 1.0],
+    micro_batches=[1, 2],
+    kind=list(FORMATS),
+    checkpointing=["none", "nonreentrant", "reentrant"],
+    frozen=["nothing", "layers", "biases"],
+    seed=[None, 0, 1, 2],
+)
+
+
+@pytest.mark.parametrize("row", CPU_ROWS, ids=lambda row: ", ".join(str(value) for value in row.values()))
+def test_layers_that_the_cpu_updates_have_the_same_bits(row):
+    """Where they are. The others are updated as without it: the norm decides for all of them."""
+    row = dict(row)
+    mode, seed, share = row.pop("mode"), row.pop("seed"), row.pop("by_cpu")
+    with lazily(seed):
+        found = trained({**MODES[mode], "host_fraction": share}, **row)
+    assert differences(plainly_trained(**row), found) == []
+    plan = found.optimizer.plan
+    assert plan.bytes_of(Placement.HOST) > 0
+    assert (plan.bytes_of(Placement.STREAMED) > 0) == (share < 1.0)
+    assert found.receipt.host_weight_bytes > 0
+
+
+def test_whole_layers_are_updated_by_the_cpu():
+    """Those behind some that stream, so that it has time for them; what is in no layer streams."""
+    for share, expected in ((0.5, {1, 3, 5}), (0.34, {2, 4}), (0.1, {5})):
+        model, optimizer = offloaded(net(lambda: Net(6)), host_fraction=share)
+        names = [name for name, _ in model.named_parameters()]
+        placed = dict(zip(names, optimizer.plan.placements, strict=True))
+        by_cpu = {name for name, where in placed.items() if where is Placement.HOST}
+        assert {int(name.split(".")[1]) for name in by_cpu} == expected
+        assert all(
+            placed[f"layers.{number}.{name}"] is Placement.HOST
+            for number in expected
+            for name in ("norm.weight", "up.weight", "up.bias")
+        )
+
+
+def test_what_the_cpu_updates_does_not_travel():
+    """Neither its state nor its gradient comes to the device: weights for forward and backward do."""
+
+    def moved(**config):
+        model, optimizer = offloaded(config=FORWARD, **config)
+        iterate(model, optimizer, range(4))
+        optimizer.synchronize()
+        return optimizer.receipt().moved
+
+    streamed, half = moved(), moved(host_fraction=0.5)
+    layers, layer = LAYERS, layer_bytes(net())
+    assert streamed.state_up - half.state_up == pytest.approx(2 * layers // 2 * layer, rel=0.01)  # gaps travel, too
+    assert streamed.gradients_up == layers * layer
+    assert half.gradients_up == layers // 2 * layer
+    assert streamed.gradients_down == half.gradients_down == layers * layer
+    assert half.weights_down == layers // 2 * layer
 
 
 @EACH
@@ -1298,13 +1358,6 @@ def without_a_list():
 
 BAD = {
     "no model": (net, {"weights": "host", "model": None}, ConfigError, ["needs the model", "offload(optimizer, model"]),
-    "updates on the host": (
-        net,
-        {"weights": "host", "update_on": "host"},
-        ConfigError,
-        ["contradicts update_on='host'"],
-    ),
-    "some updates on the host": (net, {"weights": "host", "host_fraction": 0.5}, ConfigError, ["host_fraction"]),
     "a window": (net, {"weights": "host", "window": "all"}, ConfigError, ["contradicts window='all'"]),
     "no state leaves": (net, {"weights": "host", "fraction": 0.0}, ConfigError, ["contradicts weights='host'"]),
     "a share of 2": (net, {"weights": 2.0}, ConfigError, ["a share from 0.0 to 1.0", "found 2.0"]),

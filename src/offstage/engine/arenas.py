@@ -49,6 +49,11 @@ class StateChunk:
     stored: Mark = None
     """Behind it the arenas hold the newest state."""
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the CPU updates it and its weights and gradients are on the host, too: all of them, or none."""
+        return self.home.on_host and self.pieces[0].owner.hosted is not None
+
 
 @dataclass(eq=False)
 class HostState:
@@ -178,7 +183,8 @@ class Arenas:
             for piece in chunk.pieces:
                 if piece.owner in self._position:
                     self.chunks_of.setdefault(piece.owner, []).append(chunk)
-        self.staging_bytes = max((staging_bytes_of(chunk) for chunk in self.chunks if chunk.home.on_host), default=0)
+        staged = [chunk for chunk in self.chunks if chunk.home.on_host and not chunk.is_in_place]
+        self.staging_bytes = max(map(staging_bytes_of, staged), default=0)
 
     @property
     def hosted(self) -> list[ParamState]:

@@ -378,8 +378,12 @@ class Engine:
         if not ready:
             return
         updates = [round.ready[piece.owner] for piece in ready]
+        pieces = list(zip(ready, updates, strict=True))
         self.updating = True
-        up = self.transport.host_updates.send(chunk, list(zip(ready, updates, strict=True)), self._begun)
+        if chunk.is_in_place:
+            up = self.transport.host_updates.update_in_place(chunk, pieces, self._begun)
+        else:
+            up = self.transport.host_updates.send(chunk, pieces, self._begun)
         self.transport.bytes_updated_on_host += sum(
             arena.dtype.itemsize * (stop - start)
             for key, arena in chunk.home.arenas.items()
@@ -469,7 +473,7 @@ class Engine:
         """
         lanes = self.transport.lanes
         rounds = [round for round in (self.round, self.postponed) if round is not None]
-        for state in states:
+        for state in [one for one in states if one.placement is not Placement.HOST]:
             pending = self.pending.get(state)
             if pending is not None:
                 lanes.wait(pending.updated, "weights: the update is done")

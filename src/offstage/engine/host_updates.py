@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from offstage.engine.arenas import StateChunk, StatePiece
+from offstage.engine.gradients import HostGradient
 from offstage.lanes.lanes import Lane, Lanes, Mark
 from offstage.memory.arena import Arena, round_up
 from offstage.planning.plan import HOST_SLOTS
@@ -42,6 +43,18 @@ class _HostSlot:
     free: Mark
 
 
+@dataclass(eq=False)
+class _Factor:
+    """A number by which gradients on the host are still to be multiplied."""
+
+    of: torch.Tensor
+    dtype: torch.dtype
+    """Of the gradients."""
+    on_device: torch.Tensor
+    on_host: torch.Tensor
+    arrived: Mark
+
+
 class HostUpdates:
     """One device's staging buffers on the host."""
 
@@ -50,6 +63,10 @@ class HostUpdates:
         self.bytes_up = 0
         self._lanes, self._rule, self._device, self._pin = lanes, rule, device, pin
         self._slots: deque[_HostSlot] = deque()
+        self._factors: list[_Factor] = []
+        """What clipping has found in this step, each behind the one before."""
+        self._looked: Mark = None
+        """Behind it the rule has looked at all weights in place that this step updates so far."""
         self._counting = threading.Lock()
 
     @property
@@ -66,6 +83,11 @@ class HostUpdates:
         self.close("place: the staging buffers are not in use")
         for _ in range(HOST_SLOTS):
             self._slots.append(_HostSlot(Arena(slot_bytes, torch.uint8, self._device, pin=self._pin), free=None))
+
+    def begin_step(self) -> None:
+        """Nothing of the step before is under way, or what it found is known to be on the host."""
+        self._factors.clear()
+        self._looked = None
 
     def send(self, chunk: StateChunk, pieces: Sequence[tuple[StatePiece, ParamUpdate]], begun: Mark) -> Mark:
         """Send `pieces` of `chunk` on their trip. Returns the mark after which their weights are up again."""
@@ -101,6 +123,95 @@ class HostUpdates:
         self.bytes_up += sum(staged.nbytes for _, staged in up)
         return slot.free
 
+    def update_in_place(self, chunk: StateChunk, pieces: Sequence[tuple[StatePiece, ParamUpdate]], begun: Mark) -> Mark:
+        """The same where weights and gradients live on the host, too: only what the rule itself keeps goes up.
+
+        All of `pieces` are of one layer. What follows of it comes behind the mark that this returns.
+        """
+        hosted = pieces[0][1].of.hosted
+        assert hosted is not None
+        layer = hosted.layer
+        layer.drop()  # what is on the device is old from now on
+        looked = self._look(pieces, begun)
+        factors = [self._factor_of(update.left) for _, update in pieces]
+        updates = [
+            _in_place(chunk, piece, update, None if factor is None else factor.on_host)
+            for (piece, update), factor in zip(pieces, factors, strict=True)
+        ]
+        gradients = [update.left for _, update in pieces]
+        clips = any(factor is not None for factor in factors)
+        updated = self._lanes.submit_on_host(
+            self._rule.slices(updates),
+            after={
+                "host: the weights were looked at": looked,
+                "host: the gradients have left": max(gradients, key=lambda one: one.order).stored,
+                "host: what clipping found has come down": self._factors[-1].arrived if clips else None,
+                "host: no copy reads the weights": layer.read,
+                "host: the snapshot has its copy": chunk.home.preserve(chunk, chunk.home.arenas, self._lanes),
+            },
+            reads=[*(piece.grad for piece in updates), *(piece.scale for piece in updates if piece.scale is not None)],
+            writes=[tensor for piece in updates for tensor in (piece.weight, *piece.state.values())],
+        )
+        behind = self._lanes.submit(
+            Lane.WEIGHTS_UP,
+            functools.partial(self._send_up, (), updates),
+            after={
+                "raise: the weights are updated": updated,
+                "raise: so are those of the layer before": layer.updated,
+            },
+        )
+        layer.was_updated(behind)
+        for gradient in gradients:
+            gradient.read = behind
+        return behind
+
+    def _look(self, pieces: Sequence[tuple[StatePiece, ParamUpdate]], begun: Mark) -> Mark:
+        """The mark behind which the step has begun, and the rule has looked at all weights of `pieces`, each once."""
+        new = [update for piece, update in pieces if piece.start == 0]
+        if slices := self._rule.looks(new):
+            self._looked = self._lanes.submit_on_host(
+                slices,
+                after={
+                    "look: the step has begun": begun,
+                    "look: so were those before": self._looked,
+                },
+                reads=[update.weight for update in new],
+            )
+        return begun if self._looked is None else self._looked
+
+    def _factor_of(self, gradient: HostGradient) -> _Factor | None:
+        """What clipping has found for `gradient`, on its way to the host: once in a step."""
+        if len(gradient.scales) > 1:  # each is rounded by itself
+            gradient.on_device()
+            gradient.leave_again()
+        if not gradient.scales:
+            return None
+        (factor,) = gradient.scales
+        known = next((one for one in self._factors if one.of is factor and one.dtype is gradient.dtype), None)
+        if known is None:
+            known = self._lower(factor, gradient.dtype)
+            self._factors.append(known)
+        return known
+
+    def _lower(self, factor: torch.Tensor, dtype: torch.dtype) -> _Factor:
+        on_device = factor.to(self._device)
+        if self._device.type != "cpu":
+            on_device = on_device.to(dtype)  # as kernels of the device take a number of another format
+        self._lanes.touch(writes=[on_device])
+        pin = self._pin and self._device.type != "cpu"
+        on_host = torch.empty(on_device.shape, dtype=on_device.dtype, device="cpu", pin_memory=pin)
+        arrived = self._lanes.submit(
+            Lane.GRADIENTS_DOWN,
+            functools.partial(_send_down, [(on_device, on_host)]),
+            after={
+                "lower: clipping has found it": self._lanes.mark(),
+                "lower: so has what it found before": self._factors[-1].arrived if self._factors else None,
+            },
+            reads=[on_device],
+            writes=[on_host],
+        )
+        return _Factor(factor, dtype, on_device, on_host, arrived)
+
     def _send_up(self, copies: Copies, pieces: Sequence[PieceUpdate]) -> None:
         for tensor, staged in copies:
             tensor.copy_(staged, non_blocking=True)
@@ -123,6 +234,16 @@ class HostUpdates:
             self._slots.pop().buffer.close()
 
 
+def _in_place(chunk: StateChunk, piece: StatePiece, update: ParamUpdate, scale: torch.Tensor | None) -> PieceUpdate:
+    """The update of a piece whose weight and gradient live on the host."""
+    copies = (update.weight[piece.start : piece.stop], update.left.flat[piece.start : piece.stop])
+    return PieceUpdate(update, piece.start, piece.stop, _state_of(chunk, piece), host_copies=copies, scale=scale)
+
+
+def _state_of(chunk: StateChunk, piece: StatePiece) -> dict[str, torch.Tensor]:
+    return {key: arena.flat[slice(*piece.ranges[key])] for key, arena in chunk.home.arenas.items()}
+
+
 def _staged_bytes(pieces: Sequence[tuple[StatePiece, ParamUpdate]]) -> int:
     return sum(
         round_up((piece.stop - piece.start) * tensor.itemsize)
@@ -142,8 +263,8 @@ def _stage(
             nbytes = (piece.stop - piece.start) * tensor.itemsize
             staged.append(buffer[offset : offset + nbytes].view(tensor.dtype))
             offset += round_up(nbytes)
-        state = {key: arena.flat[slice(*piece.ranges[key])] for key, arena in chunk.home.arenas.items()}
-        updates.append(PieceUpdate(update, piece.start, piece.stop, state, host_copies=(staged[0], staged[1])))
+        copies = (staged[0], staged[1])
+        updates.append(PieceUpdate(update, piece.start, piece.stop, _state_of(chunk, piece), host_copies=copies))
     return updates
 
 

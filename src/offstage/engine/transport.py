@@ -143,6 +143,7 @@ class Transport:
                 "state_dict() to go on training."
             )
         self.external_writes.report()
+        self.host_updates.begin_step()
         self.host_updates.prepare(self._arenas.staging_bytes)
         if with_gradients and self.pipeline.gradient_bytes < (need := self._arenas.gradient_bytes):
             self.pipeline.resize(self.pipeline.num_slots, self.pipeline.slot_bytes, need)

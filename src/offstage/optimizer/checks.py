@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from offstage.errors import ConfigError
 from offstage.memory.guarded import unguarded
+from offstage.rules.rule import ParamState
 from offstage.tensors import check_dtensor, local_of, number_in, reshard
 
 
@@ -238,6 +239,15 @@ def check_grad(device: torch.device, grad: torch.Tensor, name: str) -> None:
         raise ConfigError(
             f"Parameter {name!r} is on {device} and its gradient on {grad.device}; expected the same device. "
             "Move the gradient, or the model before backward."
+        )
+
+
+def check_left_dtype(grad: torch.Tensor, state: ParamState) -> None:
+    """Raise if the gradient of a weight that lives on the host has no room in its memory there."""
+    if grad.dtype != state.local.dtype:
+        raise ConfigError(
+            f"The gradient of {state.name!r}, which lives on the host, is {grad.dtype}; expected "
+            f"{state.local.dtype}, as the weight. Leave out grad_dtype, or keep the weights on the device."
         )
 
 

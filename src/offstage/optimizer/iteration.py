@@ -24,13 +24,13 @@ from offstage.engine.gradients import HostGradient
 from offstage.errors import StepLostError
 from offstage.memory.interrupts import deferred_interrupts
 from offstage.modules import after_backward, running_backward
-from offstage.optimizer.checks import check_grad
+from offstage.optimizer.checks import check_grad, check_left_dtype
 from offstage.optimizer.overlap.dropped_gradient import DroppedGradient
 from offstage.optimizer.overlap.left_gradient import LeftGradient
 from offstage.optimizer.overlap.speculation import Norm
 from offstage.optimizer.places import Groups, Places
 from offstage.rules.rule import ParamState, ParamUpdate
-from offstage.tensors import as_param, flat_like, local_gradient
+from offstage.tensors import as_param, flat_like, local_gradient, norm_of
 
 _RESUME = " Load a checkpoint into the model and this optimizer (load_state_dict) to go on."
 _FAILED = (
@@ -150,6 +150,11 @@ class Iteration:
             transport = self._places.engines[state.device].transport
             gradient = transport.gradients.of(state)
             gradient.set(flat_like(grad, local))
+            return torch.empty(0, dtype=gradient.dtype, device=state.device), gradient
+        if state.hosted is not None and state.placement is Placement.HOST:  # it has a graph, and did not leave
+            check_left_dtype(grad, state)
+            transport = self._places.engines[state.device].transport
+            gradient = transport.gradients.leave(state, flat_like(grad, local).detach(), norm_of(grad, 2.0))
             return torch.empty(0, dtype=gradient.dtype, device=state.device), gradient
         return flat_like(grad, local), None
 
@@ -276,9 +281,11 @@ class Iteration:
 
 
 def _weight_of(state: ParamState) -> torch.Tensor:
-    """All of the weight, flat, on the device; nothing as long as it is on the host."""
+    """All of the weight, flat, where it is updated; nothing as long as it is on its way there."""
     if state.hosted is None:
         return flat_like(state.local, state.local)
+    if state.placement is Placement.HOST:
+        return state.hosted.host
     if state.hosted.is_here:
         return state.hosted.on_device()
     return torch.empty(0, dtype=state.local.dtype, device=state.device)

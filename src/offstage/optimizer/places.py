@@ -66,6 +66,8 @@ class Places:
         self._plans: dict[torch.device, Plan] = {}
         self._signatures: list[Any] = []
         self._host_fractions: dict[torch.device, float] = {}
+        self._layers: Mapping[torch.Tensor, int] = {}
+        """The numbers of the layers of parameters whose weights may live on the host."""
         self._claim = Claim(0)
         """Of what the first step will take."""
         self._numbers = itertools.count(len(names))
@@ -111,10 +113,12 @@ class Places:
         """
         with_state = {*with_state, *(param for param, values in (existing or {}).items() if values)}
         group_of = {param: group for group in groups for param in group["params"]}
+        if moving is not None:
+            self._layers = moving.layer_numbers
         by_device, plans = self._wanted_places(groups, like, with_state, weights_move=moving is not None)
         wanted = [state for states in by_device.values() for state in states]
         self.all_taken()  # what the first step takes is counted anew
-        stay = [state.param for state in wanted if state.placement is not Placement.STREAMED and not state.frozen]
+        stay = [state.param for state in wanted if state.placement is Placement.RESIDENT and not state.frozen]
         moved_bytes = moving.host_bytes(stay) if moving is not None else 0
         try:
             with self._check_host_memory(plans, by_device, existing or {}, moved_bytes):
@@ -181,6 +185,7 @@ class Places:
         """Whether all state would be placed by `config` as it is now."""
         other = Places(self._rule, config, self.names)
         other._host_fractions.update(self._host_fractions)
+        other._layers = self._layers
         by_device, plans = other._wanted_places(groups, self, ())
         wanted = {state.param: state for states in by_device.values() for state in states}
         sizes = {device: (plan.chunk_bytes, plan.host_chunk_bytes) for device, plan in plans.items()}
@@ -207,7 +212,7 @@ class Places:
             raise ConfigError(f"{error} Or call replan() with the same settings: it places all anew.") from error
 
     def _move_weights(self, moving: MovingWeights, states: Sequence[ParamState], stay: Sequence[torch.Tensor]) -> None:
-        """Weights whose state streams, and those without any, go to the host; not those of `stay`."""
+        """Weights whose state leaves the device, and those without any, go to the host; not those of `stay`."""
         for device in {state.device for state in states} | moving.devices:
             self._engine(device).transport.connect()
         made = moving.move(stay, self.lanes, self.timers)
@@ -219,7 +224,7 @@ class Places:
         for device, engine in self.engines.items():
             engine.transport.layers = [layer for layer in stay if layer.device == device]
         for state in self.states.values():
-            if state.placement is Placement.STREAMED:
+            if state.placement is not Placement.RESIDENT:
                 state.hosted = host_weight_of(state.param)
 
     @property
@@ -382,7 +387,7 @@ class Places:
     ) -> None:
         engine = self._engine(device)
         for state in states:
-            if state.placement is Placement.STREAMED and state.param not in returning:
+            if state.placement is not Placement.RESIDENT and state.param not in returning:
                 state.hosted = host_weight_of(state.param)
         has_spare = any(engine.arenas.has_spare for engine in self.engines.values())
         _drain(engine)
@@ -414,6 +419,7 @@ class Places:
             self._rule.splits(device) if state.keys else True,
             numel=state.local.numel(),
             weight_bytes=state.local.nbytes,
+            layer=self._layers.get(state.param),
         )
 
     def plan(self, states: Sequence[ParamState]) -> Plan:
@@ -515,6 +521,7 @@ class Places:
         Resident state that stays resident is not copied.
         """
         new = Places(self._rule, config, self.names)
+        new._layers = self._layers
         self.all_taken()  # the new places claim what the next step takes
         resident = {param: named_state.resident_tensors(state) for param, state in self.states.items()}
         try:

@@ -14,8 +14,9 @@ import numpy as np
 
 from offstage.config import MIN_CHUNK_BYTES, OffloadConfig, Placement, format_size
 from offstage.errors import ConfigError, OffloadIneffectiveError
+from offstage.planning.host_weights import may_leave
 from offstage.planning.predict import CHOSEN, HOST_CHUNK, Candidate, Prediction
-from offstage.planning.sizes import Columns, Mask, Numbers, ParamSize, largest, total
+from offstage.planning.sizes import Columns, Mask, ParamSize, largest, total
 
 SLOTS_SHARE = 0.25
 """Slots together take at most this share of the state that goes through them, unless `chunk_bytes` is given."""
@@ -192,7 +193,7 @@ def place(columns: Columns, config: OffloadConfig, placed: Mapping[int, Placemen
     used = total(state, resident)
     room = _room_for_resident(used, left, whole, int(state.sum()), config)
     resident[_first_that_fit(columns, is_open & ~resident, used, left, room)] = True
-    on_host = _choose_host(state, config, resident, decided)
+    on_host = _choose_host(columns, config, resident, decided)
     streamed = ~(resident | on_host)
     streamed_bytes, whole = _whole_and_largest(columns, streamed)
     slot_bytes = slot_bytes_for(streamed_bytes, whole, config)
@@ -238,18 +239,22 @@ def _first_that_fit(
     return fitting
 
 
-def _choose_host(state: Numbers, config: OffloadConfig, resident: Mask, decided: Mapping[Placement, Mask]) -> Mask:
+def _choose_host(columns: Columns, config: OffloadConfig, resident: Mask, decided: Mapping[Placement, Mask]) -> Mask:
     """Choose which of the parameters that are not resident the CPU updates.
 
     They are spread evenly over the model: host and device both work in the order of forward, so neither delays the
     other.
     """
+    state = columns.state_bytes
     share = host_share(config)
     assert share is not None, "the planner chooses a share before parameters are placed"
     always = decided[Placement.HOST]
     may = ~(resident | decided[Placement.STREAMED])
     if share in (0.0, 1.0):
         return may if share else always
+    if config.moves_weights:
+        moving = may & may_leave(columns, config)
+        return always | (moving & np.isin(columns.layer, _whole_layers(columns, share, ~resident, moving)))
     positions = np.flatnonzero(~resident)
     limits = share * np.cumsum(state[positions])
     limits[always[positions]] = math.inf
@@ -262,6 +267,26 @@ def _choose_host(state: Numbers, config: OffloadConfig, resident: Mask, decided:
     chosen = np.zeros(len(state), dtype=bool)
     chosen[picked] = True
     return chosen
+
+
+def _whole_layers(columns: Columns, share: float, off: Mask, moving: Mask) -> list[int]:
+    """The numbers of layers that the CPU updates as a whole, because their weights come to the device as a whole.
+
+    `off`: what leaves the device; `moving`: what of it has its weights on the host, too. The first of each few layers
+    are the device's: the CPU has their time for its own. What is in no layer is the device's.
+    """
+    state = columns.state_bytes
+    numbers, positions = np.unique(columns.layer[moving], return_inverse=True)
+    sizes = np.bincount(positions, weights=state[moving], minlength=len(numbers)).tolist()
+    share = min(1.0, share * total(state, off) / max(1, total(state, moving)))
+    picked: list[int] = []
+    passed = on_host = 0.0
+    for number, size in zip(numbers.tolist(), sizes, strict=True):
+        passed += size
+        if on_host + size <= share * passed:
+            picked.append(number)
+            on_host += size
+    return picked or numbers.tolist()[-1:]
 
 
 def host_share(config: OffloadConfig) -> float | None:

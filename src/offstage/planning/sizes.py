@@ -142,7 +142,7 @@ def param_sizes(
     is_expert = re.compile(experts).search
     if isinstance(source, nn.Module):
         sizes = [_size(name, tensor, rule, bool(is_expert(name))) for name, tensor in source.named_parameters()]
-        return _in_layers(sizes, _layers_of_model(source)) if config.moves_weights else sizes
+        return _in_layers(sizes, layers_of_model(source)) if config.moves_weights else sizes
     if isinstance(source, Mapping):
         with _collector_paused():
             sizes = list(_of_mapping(source, rule, dtype, is_expert))
@@ -228,7 +228,7 @@ def _in_layers(sizes: Sequence[ParamSize], layer_of: Mapping[str, int]) -> list[
     return [dataclasses.replace(size, layer=layer_of.get(size.name)) for size in sizes]
 
 
-def _layers_of_model(model: nn.Module) -> dict[str, int]:
+def layers_of_model(model: nn.Module) -> dict[str, int]:
     """The layer of each parameter that no other module uses, by name."""
     layers = dict.fromkeys(layers_of(model, None))
     layer_of = {module: number for number, layer in enumerate(layers) for module in layer.modules()}

@@ -185,7 +185,24 @@ class AdamRule(Rule):
             maximize=bool(group["maximize"]),
             decoupled=bool(self._decoupled or group["decoupled_weight_decay"]),
             fresh=update.fresh,
+            scale=piece.scale,
+            after=scratch.host_prints(update.of)[2] if kind == "split" and piece.is_in_place else None,
+            first=piece.start,
         )
+
+    def looks(self, updates: Sequence[ParamUpdate]) -> Sequence[Slice]:
+        return [
+            NativeSlice(once, start, min(start + _SLICE, update.weight.numel()))
+            for update in updates
+            if update.of.master_kind == "split"
+            for once in (_Once(functools.partial(self._prepare_look, update)),)
+            for start in range(0, update.weight.numel(), _SLICE)
+        ]
+
+    def _prepare_look(self, update: ParamUpdate) -> Kernel:
+        from offstage.rules import adamw_host
+
+        return adamw_host.prepare_fingerprint(update.weight, self._scratch_of(update.of.device).begin_look(update))
 
     @property
     def external_on_host(self) -> int:
@@ -194,7 +211,10 @@ class AdamRule(Rule):
     def weights_up(self, device: torch.device, update: ParamUpdate) -> None:
         if update.of.master_kind == "split":
             scratch = self._scratch_of(device)
-            scratch.kernels.fingerprint(update.weight, scratch.prints(update.of)[0])
+            if update.of.hosted is not None:
+                scratch.raise_print(update)
+            else:
+                scratch.kernels.fingerprint(update.weight, scratch.prints(update.of)[0])
 
     def finish(self, updates: Sequence[ParamUpdate]) -> None:
         for update in updates:
@@ -381,14 +401,32 @@ class _Scratch:
         return self._host_rows[update.group_number, update.step]
 
     def observe(self, update: ParamUpdate) -> None:
-        """Take the fingerprint of the weight as it is now, and bring it to the host with the expected one."""
+        """Take the fingerprint of the weight as it is now, and bring it to the host with the expected one.
+
+        That of a weight on the host is taken there, by `looks`.
+        """
         expected, observed, _ = self.prints(update.of)
+        if update.of.hosted is not None:
+            self.host_prints(update.of)[0].copy_(expected, non_blocking=True)
+            return
         if update.weight.numel():
             self.kernels.fingerprint(update.weight, observed)
         for cell, host in zip((expected, observed), self.host_prints(update.of), strict=False):
             host.copy_(cell, non_blocking=True)
 
+    def begin_look(self, update: ParamUpdate) -> torch.Tensor:
+        """The fingerprint of a weight that lives on the host is about to be summed up, in what this returns."""
+        _, observed, after = self.host_prints(update.of)
+        observed.zero_()
+        after.zero_()
+        return observed
+
+    def raise_print(self, update: ParamUpdate) -> None:
+        """All of a weight that lives on the host has been updated there."""
+        self.prints(update.of)[0].copy_(self.host_prints(update.of)[2], non_blocking=True)
+
     def host_prints(self, state: ParamState) -> _Cells:
+        """The cells of one parameter: expected, observed, and those of the new weight if that lives on the host."""
         if state not in self._host_prints:
             if not self._unused_host_prints:
                 pin = self.device.type != "cpu"

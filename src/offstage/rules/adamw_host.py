@@ -137,10 +137,21 @@ def _rounded_to_dtype(array, x):
     return lambda array, x: x
 
 
+def _number(number, kind):
+    """`number` as fp32; `None` where the kind is."""
+
+
+@overload(_number)
+def _number_of_kind(number, kind):
+    if isinstance(kind, types.NoneType):
+        return lambda number, kind: None
+    return lambda number, kind: np.float32(number)
+
+
 @numba.njit(nogil=True, error_model="numpy")
 def _update(
     start, stop, weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, expected, observed, fresh,
-    coefficients, beta1, beta2, weight_decay, eps, maximize, decoupled,
+    coefficients, beta1, beta2, weight_decay, eps, maximize, decoupled, scale,
 ):  # fmt: skip
     """One pass over elements `[start, stop)`. Returns how many of the weights were written from outside."""
     weight, grad = weight[start:stop], grad[start:stop]
@@ -153,7 +164,7 @@ def _update(
     not_ours = _pass(
         weight, grad, exp_avg, exp_avg_sq,
         _part(max_exp_avg_sq, start, stop), _part(master, start, stop), _part(low, start, stop), refresh,
-        lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
+        lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled, scale,
     )  # fmt: skip
     if fresh:
         return np.int64(0)
@@ -163,13 +174,15 @@ def _update(
 @numba.njit(nogil=True, error_model="numpy")
 def _pass(
     weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, low, refresh,
-    lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled,
+    lr_decay, step_size, bias_correction2_sqrt, beta1, beta2, weight_decay, eps, maximize, decoupled, scale,
 ):  # fmt: skip
     """Returns how many weights were not the rounded master (fp32 masters only)."""
     decay = weight_decay != np.float32(0)
     foreign = np.int64(0)
     for i in range(np.uint64(weight.size)):
         g = _load(grad, i)
+        if scale is not None:
+            g = _rounded(grad, g * scale)  # as clipping would have
         m = _load(exp_avg, i)
         v = _load(exp_avg_sq, i)
         p = _load(weight, i)
@@ -231,11 +244,22 @@ def _fingerprint_at(weight, places):
     return np.int64(total)
 
 
+def _print_of(weight, first):
+    """The fingerprint of bf16 weights; other weights have none."""
+
+
+@overload(_print_of)
+def _print_of_dtype(weight, first):
+    if weight.dtype == types.uint16:
+        return lambda weight, first: _fingerprint(weight, np.uint64(first))
+    return lambda weight, first: np.int64(0)
+
+
 # The kernel: [Note: native threads] in `lanes/native_threads.py` says what it has to look like.
 
 _WORDS = (
     "weight", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "expected", "observed", "coefficients",
-    "found", "fresh", "maximize", "decoupled", "beta1", "beta2", "weight_decay", "eps",
+    "found", "fresh", "maximize", "decoupled", "after", "first", "beta1", "beta2", "weight_decay", "eps", "scale",
 )  # fmt: skip
 """The arguments of a kernel, 8 bytes each: addresses, flags, and doubles."""
 _FLOATS = _WORDS.index("beta1")
@@ -267,7 +291,9 @@ _KINDS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.floa
 
 
 @functools.cache
-def _kernel(weight: Any, grad: Any, first: Any, second: Any, largest: Any, master: Any, low: Any, prints: Any) -> Any:
+def _kernel(
+    weight: Any, grad: Any, first: Any, second: Any, largest: Any, master: Any, low: Any, prints: Any, scale: Any
+) -> Any:
     """The kernel for tensors of these kinds, compiled once."""
     is_int = types.int64
 
@@ -294,9 +320,13 @@ def _kernel(weight: Any, grad: Any, first: Any, second: Any, largest: Any, maste
             numbers[3],
             words[11] != 0,
             words[12] != 0,
+            _number(numbers[4], scale),
         )
         if found:
             atomic_add(words[9], found)
+        if words[13]:
+            updated = _array(words[0], stop, weight)[start:stop]
+            atomic_add(words[13], _print_of(updated, words[14] + start))
 
     return compiled_for_c(types.void(types.int64, types.int64, types.int64), kernel)
 
@@ -334,26 +364,49 @@ def prepare(
     maximize: bool,
     decoupled: bool,
     fresh: bool,
+    scale: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+    first: int = 0,
 ) -> Prepared:
     """The update of these flat tensors, in place.
 
     It adds to `found` (int64) how many of the weights were written from outside. `coefficients` and `prints` are read
-    when it is made.
+    when it is made. `scale`: what clipping multiplies the gradient by. `after` (int64): the fingerprint of the new
+    weights is added to it, which are those of a parameter from its element `first` on.
     """
     expected, observed = prints[:2] if prints is not None else (None, None)
     keeps = (weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, master, expected, observed, coefficients, found)
     words = np.zeros(len(_WORDS), np.int64)
     words[: len(keeps)] = [0 if tensor is None else tensor.data_ptr() for tensor in keeps]
-    words[len(keeps) : _FLOATS] = fresh, maximize, decoupled
-    words[_FLOATS:].view(np.float64)[:] = beta1, beta2, weight_decay, eps
+    words[len(keeps) : _FLOATS] = fresh, maximize, decoupled, 0 if after is None else after.data_ptr(), first
+    factor = 1.0 if scale is None else float(scale)
+    words[_FLOATS:].view(np.float64)[:] = beta1, beta2, weight_decay, eps, factor
     kinds = [None if tensor is None else _KINDS[tensor.dtype] for tensor in keeps[:5]]
     kernel = _kernel(
         *kinds,
         types.float32 if master_kind == "fp32" else None,
         types.uint16 if master_kind == "split" else None,
         types.int64 if prints is not None else None,
+        types.float32 if scale is not None else None,
     )
-    return Prepared(kernel, words, keeps)
+    return Prepared(kernel, words, (*keeps, after))
+
+
+@functools.cache
+def _look() -> Any:
+    """The kernel that adds the fingerprint of a part of a bf16 weight to a sum."""
+
+    def kernel(start, stop, address):
+        words = numba.carray(_pointer(address, types.int64), 2)
+        part = _array(words[0], stop, types.uint16)[start:stop]
+        atomic_add(words[1], _fingerprint(part, np.uint64(start)))
+
+    return compiled_for_c(types.void(types.int64, types.int64, types.int64), kernel)
+
+
+def prepare_fingerprint(weight: torch.Tensor, out: torch.Tensor) -> Prepared:
+    """The fingerprint of a whole bf16 parameter, whose parts are added to `out` (int64)."""
+    return Prepared(_look(), np.array([weight.data_ptr(), out.data_ptr()], np.int64), (weight, out))
 
 
 def update(

@@ -115,6 +115,20 @@ class HostedLayer(Protocol):
     def was_stored(self, mark: Any) -> None:
         """A part of the copy goes to the host behind `mark`."""
 
+    def was_updated(self, mark: Any) -> None:
+        """Behind `mark` the CPU has updated all of the weights that it was given so far, where they live."""
+
+    @property
+    def read(self) -> Any:
+        """The mark behind which no copy reads the weights on the host."""
+
+    @property
+    def updated(self) -> Any:
+        """What `was_updated` was last called with."""
+
+    def drop(self) -> None:
+        """Let go of the copy."""
+
 
 class StateHome(Protocol):
     """Where state that is off the device is kept."""
@@ -238,9 +252,11 @@ class PieceUpdate:
     stop: int
     state: dict[str, torch.Tensor]
     host_copies: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Weight and gradient of the piece on the host, if it is updated there."""
+    """Weight and gradient of the piece on the host, if it is updated there: copies, or where they live."""
     staged_grad: torch.Tensor | None = None
     """Its gradient in the slot, if that had left for the host."""
+    scale: torch.Tensor | None = None
+    """A number on the host by which the gradient has still to be multiplied, for clipping."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -251,6 +267,11 @@ class PieceUpdate:
         if self.staged_grad is not None:
             return self.staged_grad
         return self.update.grad[self.start : self.stop] if self.host_copies is None else self.host_copies[1]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is updated on the host, where its weight lives, too."""
+        return self.update.on_host and self.update.of.hosted is not None
 
     @property
     def first(self) -> bool:
@@ -300,6 +321,10 @@ class Rule(ABC):
     @abstractmethod
     def slices(self, pieces: Sequence[PieceUpdate]) -> Sequence[Slice]:
         """The update of `pieces`, whose weights and gradients are on the host, in parts for threads."""
+
+    def looks(self, updates: Sequence[ParamUpdate]) -> Sequence[Slice]:
+        """Before the first slice of `updates`, whose weights live on the host, too: what looks at these as a whole."""
+        return ()
 
     @property
     def external_on_host(self) -> int:

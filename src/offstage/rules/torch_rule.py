@@ -194,6 +194,8 @@ class TorchRule(Rule):
         """The tensor the inner optimizer updates: the weight, or the fp32 master; with its gradient and state."""
         update = piece.update
         weight, grad = piece.weight, piece.grad
+        if piece.scale is not None:
+            grad = grad * piece.scale
         if MASTER_KEY in piece.state:
             master = piece.state[MASTER_KEY]
             self._refresh(master, weight, piece)

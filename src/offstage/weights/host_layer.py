@@ -8,6 +8,7 @@ it keeps it alive: a layer's memory goes back when the last reference to it goes
 | buffer | written by | read by | separated by |
 |---|---|---|---|
 | host weight | store | fetch | `used`, when the copy is dropped; the store's update comes after `fetched` |
+| host weight, updated by the CPU | host threads | fetch, host threads | `read`; the next fetch waits for `updated` |
 | copy on the device | fetch, update | the caller, update, store | `fetched`, `Pending.updated`, `used` |
 | spare host weight | store of a speculative update | fetch, once it is the weight | the same, after `flip` |
 """
@@ -224,8 +225,10 @@ class HostLayer:
         self._place: Place = None
         self._waited = False
         self._versions: list[int] = []
-        self._read: Mark = None
+        self.read: Mark = None
         """Behind the last fetch, until the host has waited for it."""
+        self.updated: Mark = None
+        """Behind it the CPU has updated the weights where they live, until the host has waited for it."""
         self._arenas = _arenas_for(list(params.values()), device, pin=pin)
         self.weights: list[HostWeight] = []
         offset, taken = 0, dict.fromkeys(self._arenas, 0)
@@ -277,11 +280,11 @@ class HostLayer:
         self._place = lanes.here()
         lanes.touch(writes=[self.copy])
         copies = [copy for weight in self.weights for copy in weight.copies_up()]
-        self._read = self.fetched = lanes.submit(
+        self.read = self.fetched = lanes.submit(
             Lane.WEIGHTS_UP,
             copy_work(copies),
             # The caller's stream has waited for the last store when it dropped the copy before.
-            after={"weights: the memory is free": lanes.mark()},
+            after={"weights: the memory is free": lanes.mark(), "weights: the CPU has updated them": self.updated},
             reads=[host for _, host in copies],
             writes=[target for target, _ in copies],
         )
@@ -332,6 +335,10 @@ class HostLayer:
         """A part of the copy goes to the host, to where the weights live or to the spare memory."""
         self.used = self.stored = mark
 
+    def was_updated(self, mark: Mark) -> None:
+        """The CPU updates weights where they live."""
+        self.updated = self.stored = mark
+
     @property
     def is_on_host(self) -> bool:
         """Whether the host has waited for the last store: its weights can be read there."""
@@ -339,14 +346,14 @@ class HostLayer:
 
     def let_write(self) -> None:
         """The host waits until no copy reads or writes the host's weights."""
-        if self._read is None and self.stored is None:
+        if self.read is None and self.stored is None:
             return
-        if self._read is not None:
-            self._lanes.wait_on_host(self._read, "weights: the host may write")
+        if self.read is not None:
+            self._lanes.wait_on_host(self.read, "weights: the host may write")
         if self.stored is not None:
             self._lanes.wait_on_host(self.stored, "weights: the host may read")
         self._lanes.touch_on_host(writes=[weight.host for weight in self.weights])
-        self._read = self.stored = None
+        self.read = self.stored = self.updated = None
         for weight in self.weights:
             weight.look()
 

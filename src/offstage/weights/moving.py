@@ -18,6 +18,7 @@ from offstage.lanes.lanes import Lanes
 from offstage.lanes.link import link_for
 from offstage.memory.arena import check_host_memory
 from offstage.memory.claims import Claim
+from offstage.planning.sizes import layers_of_model
 from offstage.rules.rule import has_state
 from offstage.tensors import forget_home, home_of, set_home
 from offstage.weights.choosing import Chosen, choose_weights, movable
@@ -56,6 +57,14 @@ class MovingWeights:
         for tensor in found:
             set_home(tensor, device)
         return found
+
+    @property
+    def layer_numbers(self) -> dict[torch.Tensor, int]:
+        """The number of its layer for every parameter that is in one, and in no other module."""
+        if not self._config.moves_weights or self._model is None:
+            return {}
+        names = layers_of_model(self._model)
+        return {param: names[name] for name, param in self._model.named_parameters() if name in names}
 
     @property
     def devices(self) -> set[torch.device]:

@@ -55,7 +55,7 @@ class _Offloaded(MegatronOptimizer):  # type: ignore[misc]
         if self.fetching is not None:
             self.fetching.stepped()
         done: bool = super().step_with_ready_grads()
-        if self.fetching is None or not self.fetching.leaves_late:  # the peak is in forward and backward
+        if self.optimizer.config.window in (0, "all"):  # the peak is in forward and backward, where nothing streams
             runtime_of(self.optimizer).return_slots()
         for param in self.get_parameters():
             param.grad = None  # part of DDP's buffer, which sleep() of the model would take for the model's own

@@ -15,9 +15,9 @@ import torch
 
 from offstage.config import OffloadConfig, Placement
 from offstage.engine.engine import Engine
-from offstage.errors import ConfigError, HostMemoryError
+from offstage.errors import HostMemoryError
 from offstage.memory.arena import check_host_memory
-from offstage.optimizer.checks import check_grad
+from offstage.optimizer.checks import check_grad, check_left_dtype
 from offstage.optimizer.overlap.left_gradient import GradientUses, LeftGradient
 from offstage.optimizer.overlap.selection import BackwardSelection
 from offstage.optimizer.places import Places
@@ -131,10 +131,7 @@ class LeavingGradients:
             self._left.pop(state.param, None)  # of a step that was skipped
         if grad.dtype != local.dtype:
             if state.hosted is not None:
-                raise ConfigError(
-                    f"The gradient of {state.name!r}, which lives on the host, is {grad.dtype}; expected "
-                    f"{local.dtype}, as the weight. Leave out grad_dtype, or keep the weights on the device."
-                )
+                check_left_dtype(grad, state)
             return
         flat = flat_like(grad, local) if returned is None else returned
         norm = norm_of(flat if returned is not None else grad, 2.0)
@@ -179,4 +176,5 @@ class LeavingGradients:
 def _may_leave(state: ParamState) -> bool:
     """Whether its gradient is worth a trip to the host: those of updates by the CPU go there anyway."""
     large = state.local.nbytes >= LEAST_LEAVING or state.placement is Placement.STREAMED
-    return large and state.placement is not Placement.HOST and state.param.requires_grad
+    by_device = state.placement is not Placement.HOST or state.hosted is not None
+    return large and by_device and state.param.requires_grad

@@ -154,8 +154,6 @@ class Overlap:
         """How many there were before the first one."""
         self._idle: str | None = None
         """What was said about them."""
-        self._listens = True
-        """Whether cues count: not after it was closed."""
         self._hooks = Hooks(self, model)
         self.bind()
         if (idle := self._idle_window()) is not None:
@@ -198,7 +196,7 @@ class Overlap:
 
     def bind(self) -> None:
         """Parameters are new; the model may have been sharded since (accelerate does so behind the optimizer)."""
-        model, self._listens = self._hooks.model, True
+        model = self._hooks.model
         if self._config.overlap_forward and not self._gathers and model is not None and is_fsdp(model):
             self._gathers = True
             self.selection.leave_nothing()
@@ -211,7 +209,6 @@ class Overlap:
             self._hooks.bind([param for group in self._owner.groups for param in group["params"]])
 
     def remove(self) -> None:
-        self._listens = False
         self._hooks.remove()
 
     def begin_late(self) -> None:
@@ -287,39 +284,6 @@ class Overlap:
         elif not self._config.update_in_backward:
             engine.fetch_ahead()
 
-    # Cues from a model whose weights are updated through views, which autograd does not see
-
-    @property
-    def window_slots(self) -> int:
-        """How many there are now."""
-        return sum(engine.transport.pipeline.window_slots for engine in self._engines)
-
-    def view_ready(self) -> bool:
-        """A gradient of the model is there, in the last backward before `step()`. Returns whether any state waits."""
-        with self._owner.turn, torch.no_grad(), deferred_interrupts():
-            engines = self._engines
-            if not self._listens or self._off or any(self._captured(engine) for engine in engines):
-                return False
-            self._is_cued()
-            self._cues_so_far += 1
-            self._window.in_backward(self._cues_so_far, engines)
-            for engine in engines:
-                engine.fetch_ahead()
-            return any(engine.transport.pipeline.staged for engine in engines)
-
-    def view_runs(self, module: str) -> None:
-        """A layer of the model is about to run."""
-        with self._owner.turn, deferred_interrupts():
-            engines = self._engines
-            if self._listens and not self._off and not any(self._captured(engine) for engine in engines):
-                self._window.in_forward(module, engines)
-
-    def begin_iteration(self) -> None:
-        """Forward and backward come next, even if no step was made of the last ones."""
-        with self._owner.turn:
-            self._cues_so_far = 0
-            self._window.begin_iteration()
-
     # Weights that live on the host
 
     def weights_coming(self, params: Sequence[torch.Tensor]) -> None:
@@ -381,6 +345,8 @@ class Overlap:
             update.of
             for update in updates
             if update.left is not None and update.of.hosted is not None and update.of.param in self._running
+            # The CPU has them where they are: it begins at once.
+            if update.of.placement is Placement.STREAMED
         }
 
     def before_forward(self, params: Sequence[torch.Tensor], module: str) -> None:

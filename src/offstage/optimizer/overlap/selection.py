@@ -112,7 +112,8 @@ class BackwardSelection:
         for engine in engines:
             rates = {Placement.STREAMED: engine.transport.link_gb_per_s, Placement.HOST: engine.transport.host_gb_per_s}
             for placement, rate in rates.items():
-                total = sum(held.nbytes for held in engine.arenas.offloaded(self._once, placement))
+                moving = engine.arenas.offloaded(self._once, placement)
+                total = sum(held.nbytes for held in moving if held.hosted is None or placement is Placement.STREAMED)
                 if total and rate:
                     left[engine, placement] = 1 - rate * 1e6 * engine.transport.timer.backward_ms() / total
         self._left, self._measured = left, True
@@ -125,6 +126,7 @@ class BackwardSelection:
                 states = [held for held in engine.arenas.offloaded(self._once, placement) if held.hosted is None]
                 left |= set(_first(states, self._left.get((engine, placement), 0.0)))
             left |= self._left_to_forward(engine)
+            left |= {held for held in engine.arenas.offloaded(self._once, Placement.HOST) if held.hosted is not None}
             if self._speculation.possible:
                 streamed = engine.arenas.offloaded(self._once, Placement.STREAMED)
                 last = _first([held for held in streamed if held.hosted is None], OLD_WEIGHTS_ON_HOST)
@@ -151,7 +153,7 @@ class BackwardSelection:
         layers: dict[object, list[ParamState]] = {}
         for held in engine.arenas.hosted:
             assert held.hosted is not None
-            if held.param in self._once:
+            if held.param in self._once and held.placement is Placement.STREAMED:
                 layers.setdefault(held.hosted.layer, []).append(held)
         found = list(layers.values())
         return {held for number in left_to_forward(len(found)) for held in found[number]}

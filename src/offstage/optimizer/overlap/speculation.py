@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.distributed import ProcessGroup
 
-from offstage.config import format_size
+from offstage.config import Placement, format_size
 from offstage.engine.engine import Engine
 from offstage.errors import HostMemoryError
 from offstage.lanes.lanes import Lanes
@@ -137,7 +137,7 @@ class Speculation:
         set, too, and room for their gradients.
         """
         self.clips, self.is_armed, self.possible, self.impossible = True, True, False, None
-        training = [state for engine in engines for state in engine.arenas.hosted if _trains(state)]
+        training = [state for engine in engines for state in engine.arenas.hosted if _speculates(state)]
         hosted = [state.hosted for state in training if state.hosted is not None]
         need = sum(engine.arenas.streamed_bytes for engine in engines)
         need += sum(2 * weight.host.nbytes for weight in hosted) - sum(
@@ -152,7 +152,7 @@ class Speculation:
                 for engine in engines:
                     engine.arenas.add_spare()
                 if weights is not None:
-                    weights.add_spare([state.param for one in engines for state in one.arenas.hosted if _trains(state)])
+                    weights.add_spare([state.param for state in training])
             self.possible = True
         except (HostMemoryError, MemoryError, OSError) as error:
             _drop_spare(engines, weights)
@@ -188,6 +188,7 @@ def _drop_spare(engines: Sequence[Engine], weights: HostWeights | None) -> None:
         weights.drop_spare()
 
 
-def _trains(state: ParamState) -> bool:
-    """Whether gradients can come for it: a frozen weight needs no second set."""
-    return state.param.requires_grad or state.param.grad is not None
+def _speculates(state: ParamState) -> bool:
+    """Whether a weight on the host needs a second set: neither a frozen one, nor one that the CPU updates."""
+    trains = state.param.requires_grad or state.param.grad is not None
+    return trains and state.placement is Placement.STREAMED
