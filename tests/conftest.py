@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -30,10 +31,28 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+LONG = ("fitting/test_simulated.py", "test_examples.py", "weights/test_replan_weights.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: at the end no process is left alone with one."""
+    tests = Path(__file__).parent
+    long = [tests / name for name in LONG]
+    items.sort(key=lambda item: long.index(item.path) if item.path in long else len(long))
+
+
 def pytest_collection_finish() -> None:
     """Leave modules and tests out of every later garbage collection: they stay, and each would go through them all."""
     importlib.import_module("torch._dynamo")  # the first step of any optimizer imports it
+    _keep_out_of_collections()
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _what_earlier_files_imported_stays() -> None:
+    _keep_out_of_collections()
+
+
+def _keep_out_of_collections() -> None:
     gc.collect()
     gc.freeze()
 

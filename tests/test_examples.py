@@ -1,15 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples run as they stand, on a machine without an accelerator."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
+from tests.support.template import Template
 
 SAYS = {
     "accelerate_loop": "elements that differ from the run that was not stopped: 0",
@@ -29,10 +23,14 @@ SAYS = {
 }
 
 
+@pytest.fixture(scope="module")
+def template():
+    with Template() as started:
+        yield started
+
+
 @pytest.mark.parametrize(("name", "says"), SAYS.items())
-def test_example(name, says, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OFFSTAGE_CACHE": str(tmp_path)}
-    command = [sys.executable, "-m", *f"examples.{name}".split()]
-    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+def test_example(name, says, tmp_path, template):
+    found = template.run(f"examples.{name}".split(), tmp_path, {"OFFSTAGE_CACHE": str(tmp_path)})
     assert found.returncode == 0, found.stderr
     assert says in found.stdout

@@ -2,6 +2,7 @@
 """The rooms of `src/offstage` and who may import whom: every import counts, type-only and function-level ones too."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +71,10 @@ def _module(name: str) -> str:
     return name.partition(".")[2] or "__init__"
 
 
-IMPORTS = {name: list(imported(ast.parse(path.read_text()))) for name, path in MODULES.items()}
+@functools.cache
+def imports() -> dict[str, list[tuple[str, str | None, int]]]:
+    """Those of each module."""
+    return {name: list(imported(ast.parse(path.read_text()))) for name, path in MODULES.items()}
 
 
 def test_rooms():
@@ -84,7 +88,7 @@ def test_imports_go_down(name):
     room = name.split(".")[0]
     wrong = [
         f"line {line}: {module}"
-        for module, _, line in IMPORTS[name]
+        for module, _, line in imports()[name]
         if ORDER.index(module.split(".")[0]) > ORDER.index(room)
     ]
     assert not wrong
@@ -92,7 +96,7 @@ def test_imports_go_down(name):
 
 def test_no_module_is_part_of_a_cycle():
     """Within a room, too. What a package's own file hands on is its modules' business, not a cycle."""
-    graph = {name: {module for module, _, _ in found if module != name} for name, found in IMPORTS.items()}
+    graph = {name: {module for module, _, _ in found if module != name} for name, found in imports().items()}
     for package in {name.rpartition(".")[0] for name in graph} & set(graph):
         for name, found in graph.items():
             if name.startswith(f"{package}."):
@@ -107,7 +111,7 @@ def test_no_module_is_part_of_a_cycle():
 def test_underscore_names_stay_in_their_module(name):
     tree = ast.parse(MODULES[name].read_text())
     private = re.compile(r"_(?!_version__)")
-    taken = [f"line {line}: {what}" for _, what, line in IMPORTS[name] if what and private.match(what)]
+    taken = [f"line {line}: {what}" for _, what, line in imports()[name] if what and private.match(what)]
     modules = {
         alias.asname or alias.name
         for node in ast.walk(tree)

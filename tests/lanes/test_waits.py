@@ -819,15 +819,103 @@ SCENARIOS = {
 }
 
 
+WAITS = [
+    "backward: the last update is done",
+    "backward: the tensor is back",
+    "backward: the update is done with the gradient",
+    "bury: the copy that nobody needed is done",
+    "close: the last copies are done",
+    "close: the slot's last store is done",
+    "close: the weights are ready",
+    "drop: nothing is under way",
+    "fetch: the chunk's last store is done",
+    "fetch: the gradients are on the host",
+    "fetch: the slot is free",
+    "forward: the weights are ready",
+    "gradient: it has left",
+    "gradient: it has returned",
+    "gradient: it is made",
+    "gradient: it is on the host",
+    "gradient: the host may write it",
+    "gradient: the host reads it",
+    "gradient: the memory is free",
+    "host: all stores are done",
+    "host: no copy reads the weights",
+    "host: the first gradients are used",
+    "host: the gradients have left",
+    "host: the snapshot has its copy",
+    "host: the weights were looked at",
+    "host: weights and gradients have come down",
+    "host: what clipping found has come down",
+    "leave: the tensor has left",
+    "leave: the tensor is made",
+    "load: the weights are ready",
+    "look: so were those before",
+    "look: the step has begun",
+    "lower: clipping has found it",
+    "lower: so has what it found before",
+    "lower: the gradients are ready",
+    "lower: the staging buffer is free",
+    "measure: the copies are done",
+    "measure: the memory is free",
+    "place: the lanes are drained",
+    "place: the staging buffers are not in use",
+    "place: the weights are ready",
+    "raise: so are those of the layer before",
+    "raise: the weights are updated",
+    "read: the state is known",
+    "read: the weights are ready",
+    "redo: the old weights are back",
+    "redo: the speculative updates are done",
+    "reset: nothing is under way",
+    "return: the memory is free",
+    "sleep: the copies are made",
+    "sleep: the last fetch is over",
+    "sleep: the tensors are made",
+    "step: the last update is done",
+    "step: the norm is known",
+    "step: the weights are ready",
+    "store: the snapshot has its copy",
+    "store: the state is updated",
+    "synchronize: the weights are ready",
+    "trim: the host memory is not in use",
+    "update: the gradients are ready",
+    "update: the gradients have returned",
+    "update: the gradients were used",
+    "update: the state is fetched",
+    "update: the weights are fetched",
+    "wake: the copies so far are made",
+    "wake: the memory is free",
+    "wake: the tensor is back",
+    "weights: a part of the update is done",
+    "weights: the CPU has updated them",
+    "weights: the fetch is over",
+    "weights: the gradient has left",
+    "weights: the gradient is made",
+    "weights: the gradient is on the host",
+    "weights: the host may read",
+    "weights: the host may write",
+    "weights: the layer is here",
+    "weights: the layer was stored",
+    "weights: the memory is free",
+    "weights: the update is done",
+    "weights: the updates are done",
+    "window: the slot's last store is done",
+]
+"""All of them, so that a new wait is a decision."""
+
+
+@functools.cache
+def seen() -> dict[str, set[str]]:
+    """The waits of each scenario."""
+    return {scenario: waits_of(scenario) for scenario in SCENARIOS}
+
+
 def waits_of(scenario) -> set[str]:
     log = WaitLog()
     with lazily(0, log):
         SCENARIOS[scenario]()
     return log.seen
-
-
-SEEN = {scenario: waits_of(scenario) for scenario in SCENARIOS}
-WAITS = sorted(set().union(*SEEN.values()))
 
 
 @functools.cache
@@ -844,90 +932,7 @@ def is_as_expected(scenario, got):
 
 
 def test_the_waits_are_these():
-    """The list, so that a new wait is a decision."""
-    assert WAITS == [
-        "backward: the last update is done",
-        "backward: the tensor is back",
-        "backward: the update is done with the gradient",
-        "bury: the copy that nobody needed is done",
-        "close: the last copies are done",
-        "close: the slot's last store is done",
-        "close: the weights are ready",
-        "drop: nothing is under way",
-        "fetch: the chunk's last store is done",
-        "fetch: the gradients are on the host",
-        "fetch: the slot is free",
-        "forward: the weights are ready",
-        "gradient: it has left",
-        "gradient: it has returned",
-        "gradient: it is made",
-        "gradient: it is on the host",
-        "gradient: the host may write it",
-        "gradient: the host reads it",
-        "gradient: the memory is free",
-        "host: all stores are done",
-        "host: no copy reads the weights",
-        "host: the first gradients are used",
-        "host: the gradients have left",
-        "host: the snapshot has its copy",
-        "host: the weights were looked at",
-        "host: weights and gradients have come down",
-        "host: what clipping found has come down",
-        "leave: the tensor has left",
-        "leave: the tensor is made",
-        "load: the weights are ready",
-        "look: so were those before",
-        "look: the step has begun",
-        "lower: clipping has found it",
-        "lower: so has what it found before",
-        "lower: the gradients are ready",
-        "lower: the staging buffer is free",
-        "measure: the copies are done",
-        "measure: the memory is free",
-        "place: the lanes are drained",
-        "place: the staging buffers are not in use",
-        "place: the weights are ready",
-        "raise: so are those of the layer before",
-        "raise: the weights are updated",
-        "read: the state is known",
-        "read: the weights are ready",
-        "redo: the old weights are back",
-        "redo: the speculative updates are done",
-        "reset: nothing is under way",
-        "return: the memory is free",
-        "sleep: the copies are made",
-        "sleep: the last fetch is over",
-        "sleep: the tensors are made",
-        "step: the last update is done",
-        "step: the norm is known",
-        "step: the weights are ready",
-        "store: the snapshot has its copy",
-        "store: the state is updated",
-        "synchronize: the weights are ready",
-        "trim: the host memory is not in use",
-        "update: the gradients are ready",
-        "update: the gradients have returned",
-        "update: the gradients were used",
-        "update: the state is fetched",
-        "update: the weights are fetched",
-        "wake: the copies so far are made",
-        "wake: the memory is free",
-        "wake: the tensor is back",
-        "weights: a part of the update is done",
-        "weights: the CPU has updated them",
-        "weights: the fetch is over",
-        "weights: the gradient has left",
-        "weights: the gradient is made",
-        "weights: the gradient is on the host",
-        "weights: the host may read",
-        "weights: the host may write",
-        "weights: the layer is here",
-        "weights: the layer was stored",
-        "weights: the memory is free",
-        "weights: the update is done",
-        "weights: the updates are done",
-        "window: the slot's last store is done",
-    ]
+    assert sorted(set().union(*seen().values())) == WAITS
 
 
 def test_every_wait_in_the_source_is_here():
@@ -965,7 +970,7 @@ def notices(scenario: str, wait: str) -> str | None:
 @pytest.mark.parametrize("wait", WAITS)
 def test_a_missing_wait_is_caught(wait):
     """Where everything is updated on the host, if it is made there too: one name may stand for waits of both kinds."""
-    made_by = [scenario for scenario in SCENARIOS if wait in SEEN[scenario]]
+    made_by = [scenario for scenario in SCENARIOS if wait in seen()[scenario]]
     for scenario in [one for one in made_by if one in ALL_ON_HOST] or made_by:
         if found := notices(scenario, wait):
             logging.getLogger("tests").info("%s: caught by %s: %s", wait, scenario, found)

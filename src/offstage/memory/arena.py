@@ -40,6 +40,8 @@ _TOUCH_BYTES = 64 * 1024 * 1024  # what one thread populates at a time
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet in Python's mmap module
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _PAGE = mmap.PAGESIZE
+_NO_LIMIT = 1 << 62
+"""What cgroup v1 says where there is no limit is more; the kernel takes long to count what is used."""
 _handed_out: weakref.WeakValueDictionary[tuple[int, weakref.ref[Arena]], memoryview] = weakref.WeakValueDictionary()
 """The memory under each tensor that `Arena.tensor` has made, as long as the tensor's storage exists."""
 _numbers = itertools.count()
@@ -303,6 +305,9 @@ def _first_touch(mapping: mmap.mmap, address: int, nbytes: int, cpus: Collection
             view[start : start + length : _PAGE] = bytes(-(-length // _PAGE))  # older kernels
 
     starts = range(0, nbytes, _TOUCH_BYTES)
+    if len(starts) == 1 and cpus is None:  # a thread would take longer to start
+        touch(0)
+        return
     left = iter(starts)
 
     def populate(_: int, crew: Crew[None]) -> None:
@@ -388,7 +393,7 @@ def cgroup_limits(root: Path | None = None, membership: Path | None = None) -> l
 def _limit_left(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
     try:
         text = (folder / limit).read_text().strip()
-        if text == "max":
+        if text == "max" or int(text) >= _NO_LIMIT:
             return []
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         # Cached file pages count as used, and the kernel frees them when memory is needed.

@@ -168,7 +168,7 @@ def cpus_near(
 
     `None` if there is only one node, if the device's node is unknown, or if the process is bound to other nodes.
     """
-    if num_nodes(nodes=nodes) == 1:
+    if device.type == "cpu" or num_nodes(nodes=nodes) == 1:
         return None
     folder = pci_folder(device, pci=pci)
     if folder is None:

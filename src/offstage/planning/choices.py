@@ -14,6 +14,8 @@ class Choice(enum.Enum):
     OFFLOAD = "offload"
     RECOMPUTE = "recompute"  # its inputs leave
 
+    __hash__ = object.__hash__  # plans are looked up by the choices of all layers; enum's own is slow
+
 
 def spread(count: int, total: int) -> frozenset[int]:
     """`count` numbers below `total`, evenly: the link is busy all through forward, and not more."""

@@ -14,9 +14,10 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from offstage.planning.choices import Choice, spread
-from offstage.planning.footprint import Footprint, footprint
+from offstage.planning.footprint import Footprint, Footprints, footprint
 from offstage.planning.job import Job, Setting
 from offstage.planning.timeline import iteration_ms
 
@@ -49,8 +50,7 @@ class Predicted:
         return max(0, self.device_bytes - limits.device) + max(0, self.host_bytes - limits.host)
 
 
-@dataclass(frozen=True, order=True)
-class _Point:
+class _Point(NamedTuple):
     """Numbers of layers, and the CPU's share in tenths."""
 
     hosted: int = 0
@@ -59,7 +59,7 @@ class _Point:
     tenths: int = 0
 
     def moved(self, **by: int) -> _Point:
-        return dataclasses.replace(self, **{name: getattr(self, name) + change for name, change in by.items()})
+        return self._replace(**{name: getattr(self, name) + change for name, change in by.items()})
 
 
 Cues = tuple[bool, bool]
@@ -151,10 +151,9 @@ class _Search:
         return self.job.may_update_on_host and self.job.may_move_state
 
     def _is_valid(self, point: _Point) -> bool:
-        least = min(dataclasses.astuple(point))
         moves = self.job.may_offload_activations
         return (
-            least >= 0
+            min(point) >= 0
             and point.hosted <= self._most_hosted
             and point.offloaded + point.recomputed <= (len(self._movable) if moves else 0)
             and point.recomputed <= len(self._can_recompute)
@@ -204,12 +203,11 @@ class _Search:
             cues = (cues[0], cues[1] and not point.tenths)
             empty = self.setting(point, cues, 0)
             low, high = 0, self.job.resident_below(point.hosted) if self.job.may_move_state else 0
-            found = footprint(self.job, empty)
-            if self._fits_device(found):
+            found = Footprints(self.job, empty)
+            if self._fits_device(found.at(0)):
                 while low < high:  # the most that fits
                     middle = (low + high + 1) // 2
-                    tried = footprint(self.job, dataclasses.replace(empty, resident=middle))
-                    low, high = (middle, high) if self._fits_device(tried) else (low, middle - 1)
+                    low, high = (middle, high) if self._fits_device(found.at(middle)) else (low, middle - 1)
             if low == self.job.most_resident:  # nothing leaves: there is nothing to hide, and no share
                 whole = Setting(empty.choices, low)
                 fits = self._fits_device(footprint(self.job, whole))
@@ -220,8 +218,10 @@ class _Search:
     def with_less_on_host(self, setting: Setting) -> Setting | None:
         """The same with just so much state on the device that the host has room for the rest; `None`: it never has."""
 
+        found = Footprints(self.job, setting)
+
         def fits(resident: int) -> bool:
-            return footprint(self.job, dataclasses.replace(setting, resident=resident)).host <= self.limits.host
+            return found.at(resident).host <= self.limits.host
 
         low, high = 0, self.job.resident_below(setting.hosted) if self.job.may_move_state else 0
         if not fits(high):
@@ -274,4 +274,4 @@ def _neighbours(point: _Point, step: int) -> Iterator[_Point]:
         yield point.moved(hosted=sign, recomputed=-sign)
         yield point.moved(hosted=sign, offloaded=-sign)
         yield point.moved(tenths=1 if sign > 0 else -1)
-        yield dataclasses.replace(point.moved(hosted=sign), tenths=0)
+        yield point.moved(hosted=sign)._replace(tenths=0)

@@ -36,13 +36,11 @@ class Footprint:
 
 def footprint(job: Job, setting: Setting) -> Footprint:
     """What `job` takes under `setting`."""
-    counted = _Counted(job, setting)
-    base = job.loop.base_bytes + job.unseen_of(setting) + counted.weights + counted.state
-    return Footprint(int(base + counted.most_beside()), int(counted.host()), int(counted.state))
+    return Footprints(job, setting).at(setting.resident)
 
 
-class _Counted:
-    """The sums of one job under one setting."""
+class Footprints:
+    """The sums of one job under settings that differ at most in how much state stays on the device."""
 
     def __init__(self, job: Job, setting: Setting) -> None:
         self.job, self.setting, self.loop = job, setting, job.loop
@@ -53,16 +51,31 @@ class _Counted:
         self.trained_before = list(itertools.accumulate((part.trained for part in parts), initial=0))
         self.hosted_weights = sum(part.movable for part in self.hosted)
         self.weights = sum(part.weights for part in parts) - self.hosted_weights
-        kept = job.resident_bytes(setting)
+        self.there = [*parts[: 1 + split], *(Part() for _ in self.hosted), parts[-1]]
+        self.hosted_trained = sum(part.trained for part in self.hosted)
+        self.most_hosted_gradients = self._most_hosted_gradients()
+        self.has_old_weights = setting.update_in_backward and self.loop.clips
+        self._most: float | None = None
+
+    def at(self, resident: int) -> Footprint:
+        """With so many of the parameters whose state may leave keeping it on the device."""
+        self._keep(resident)
+        if self._most is None or self.has_old_weights:  # nothing else of it depends on what stays
+            self._most = self.most_beside()
+        base = self.loop.base_bytes + self.job.unseen_of(self.setting) + self.weights + self.state
+        return Footprint(int(base + self._most), int(self.host()), int(self.state))
+
+    def _keep(self, resident: int) -> None:
+        job, setting = self.job, self.setting
+        kept = job.resident_bytes(resident)
         self.kept = sum(kept)
         self.leaves = job.state - self.kept
-        there = [*parts[: 1 + split], *(Part() for _ in self.hosted), parts[-1]]
         on_device = 1.0 - setting.host_share
         self.speculated = [
-            part.trained * on_device * (1.0 - held / max(1, part.state)) for part, held in zip(there, kept, strict=True)
+            part.trained * on_device * (1.0 - held / max(1, part.state))
+            for part, held in zip(self.there, kept, strict=True)
         ]
         self.streamed = self.leaves * (1.0 - setting.host_share)
-        self.hosted_trained = sum(part.trained for part in self.hosted)
         slot = job.slot_bytes(setting, self.streamed)
         if self.hosted and (self._late() or not setting.update_in_backward):
             # Gradients come back through the slots; with clipping in backward, only those of a step that is made again.
@@ -120,13 +133,13 @@ class _Counted:
         """Gradients on the device, and old weights, when backward has come to layer `reached`."""
         parts, num = self.job.parts, len(self.loop.layers)
         split = num - len(self.hosted)
-        hosted = min(self._most_hosted_gradients(), self._trained(1 + max(reached, split), num + 1))
+        hosted = min(self.most_hosted_gradients, self._trained(1 + max(reached, split), num + 1))
         accumulates = self.loop.micro_batches > 1
         first = 0 if accumulates else 1 + reached
         there = self._trained(first, 1 + split) + parts[-1].trained
         there += parts[0].trained if reached == 0 and first else 0
         if not self.setting.update_in_backward or accumulates or self.loop.clips:
-            old = self._old_weights(reached) if self.setting.update_in_backward and self.loop.clips else 0.0
+            old = self._old_weights(reached) if self.has_old_weights else 0.0
             return there + hosted + old
         collected = min(COLLECTED, self.job.config.most_chunk_bytes / max(1.0, self.job.state))
         left = LEFT_TO_STEP * (self.trained_before[-1] - self.hosted_trained) if self.setting.overlap_forward else 0.0

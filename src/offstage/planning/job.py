@@ -193,14 +193,14 @@ class Job:
         away = (i for i, (number, _) in enumerate(self._leaving) if first <= number <= self.num_layers)
         return next(away, self.most_resident)
 
-    def resident_bytes(self, setting: Setting) -> list[int]:
-        """State of each part that stays on the device."""
-        if setting.resident not in self._kept:
+    def resident_bytes(self, resident: int) -> list[int]:
+        """State of each part that stays on the device, if so many of the parameters keep theirs that may leave."""
+        if resident not in self._kept:
             found = [part.small for part in self.parts]
-            for number, nbytes in self._leaving[: setting.resident]:
+            for number, nbytes in self._leaving[:resident]:
                 found[number] += nbytes
-            self._kept[setting.resident] = found
-        return self._kept[setting.resident]
+            self._kept[resident] = found
+        return self._kept[resident]
 
     @functools.cached_property
     def _kept(self) -> dict[int, list[int]]:
@@ -224,7 +224,7 @@ class Job:
 
     def overrides(self, setting: Setting) -> dict[str, object]:
         """The fields of `OffloadConfig` that make `setting`."""
-        kept = sum(self.resident_bytes(setting))
+        kept = sum(self.resident_bytes(setting.resident))
         if kept >= self.state and not setting.hosted:
             return {
                 "fraction": 0.0,

@@ -42,7 +42,9 @@ class LayerLoad:
 
     def moved_bytes(self, choice: Choice) -> int:
         """What it sends to the host, and sends for again."""
-        return {Choice.OFFLOAD: self.saved_bytes, Choice.RECOMPUTE: self.input_bytes}.get(choice, 0)
+        if choice is Choice.OFFLOAD:
+            return self.saved_bytes
+        return self.input_bytes if choice is Choice.RECOMPUTE else 0
 
 
 @dataclass(frozen=True, kw_only=True)

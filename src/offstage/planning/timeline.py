@@ -74,7 +74,7 @@ class _Followed:
     def _divide(self) -> None:
         """What of each part streams, and what the CPU updates."""
         parts, share = self.job.parts, self.setting.host_share
-        kept = self.job.resident_bytes(self.setting)
+        kept = self.job.resident_bytes(self.setting.resident)
         leaves = [
             (part.state - stays) / part.state if part.state else 0.0 for part, stays in zip(parts, kept, strict=True)
         ]

@@ -108,7 +108,7 @@ class CheckedLanes(Lanes):
 
     def synchronize(self, reason: str) -> None:
         self._inner.synchronize(reason)
-        self._clocks.wait_for_all(HOST)
+        self._clocks.wait_for_all()
 
     def blocking(self) -> contextlib.AbstractContextManager[Any]:
         return self._inner.blocking()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import torch
 
@@ -56,6 +56,11 @@ class DeviceMemory:
         """Whether it is device memory."""
         self._bury()
         return storage._cdata in self._alive
+
+    def holds_any(self, addresses: Set[int]) -> bool:
+        """Whether any of the storages there is device memory."""
+        self._bury()
+        return not self._alive.keys().isdisjoint(addresses)
 
     def take(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """These are device memory from now on: all of them, or none if there is no room."""

@@ -128,7 +128,7 @@ class LazyLanes(Lanes):
     def synchronize(self, reason: str) -> None:
         if self.waits.keeps(reason):
             self._force(list(self._pending))
-            self._clocks.wait_for_all(HOST)
+            self._clocks.wait_for_all()
 
     def passed(self, mark: _Work) -> bool:
         if mark.done:

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,11 @@ _FLOPS = dict(flop_registry) | {
         _aten._scaled_dot_product_flash_attention_backward
     ],
 }
+# Torch's own formulas say the same, and look for tensors in all arguments first.
+_FLOPS |= dict.fromkeys((_aten.mm, _aten.bmm), lambda a, b, *_, out_val, **__: 2 * out_val.numel() * a.shape[-1])
+_FLOPS |= dict.fromkeys(
+    (_aten.addmm, _aten.baddbmm), lambda _, a, b, *__, out_val, **___: 2 * out_val.numel() * a.shape[-1]
+)
 _NO_KERNEL = {
     "detach_", "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
     "resize_as_", "set_", "squeeze_", "t_", "transpose_", "unsqueeze_", "as_strided_",
@@ -36,51 +41,93 @@ class Cost(NamedTuple):
     nbytes: int = 0
 
 
-def counts_flops(func: Any) -> bool:
-    return func._overloadpacket in _FLOPS
+_NOTHING = Cost()
 
 
-def name_of(func: Any) -> str:
-    return str(func._overloadpacket.__name__)
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What is always the same of an operation: asking torch takes longer than many a kernel."""
+
+    func: Any
+    name: str
+    flops: Callable[..., int] | None
+    """The formula, if torch knows one."""
+    decomposes: bool
+    """In inference mode torch leaves it to a mode to do it in parts."""
+    is_view: bool
+    """It makes nothing but other names for memory that it was given."""
+    mutates: bool
+    written: Sequence[int]
+    """Positions of the arguments that it writes to."""
+    written_names: Sequence[str]
 
 
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """CPU tensors with a storage, in lists and tuples as well."""
-    if isinstance(values, torch.Tensor):
-        if values.device.type == "cpu" and values.layout is torch.strided:
-            yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from tensors_in(value)
-    elif isinstance(values, list | tuple):
-        for value in values:
-            yield from tensors_in(value)
+_known: dict[int, Operation] = {}
+"""By `id`: an `Operation` keeps its function."""
 
 
-def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, new: Sequence[torch.Tensor]) -> Cost:
-    """`new`: those of the tensors in `made` that have memory of their own."""
-    if counts_flops(func):
-        return Cost(flops=int(_FLOPS[func._overloadpacket](*args, **kwargs, out_val=made)))
-    name = name_of(func)
-    if name in _NO_KERNEL:
-        return Cost()
-    positions, names = _written(func)
-    written = [*tensors_in([args[place] for place in positions if place < len(args)])]
-    written += tensors_in([kwargs[one] for one in names if one in kwargs])
-    if not written and not new and name not in WAITS:  # a view
-        return Cost()
-    read = [*tensors_in(args), *tensors_in(kwargs)]
-    if name in _OVERWRITE:
+def operation_of(func: Any) -> Operation:
+    """What is known of `func`."""
+    found = _known.get(id(func))
+    if found is None:
+        flops, returns = _FLOPS.get(func._overloadpacket), func._schema.returns
+        written = [
+            (place, one)
+            for place, one in enumerate(func._schema.arguments)
+            if one.alias_info is not None and one.alias_info.is_write
+        ]
+        found = _known[id(func)] = Operation(
+            func=func,
+            name=str(func._overloadpacket.__name__),
+            flops=flops,
+            decomposes=flops is None and func._can_decompose(),
+            is_view=bool(returns) and all(one.alias_info and not one.alias_info.is_write for one in returns),
+            mutates=func._schema.is_mutable,
+            written=[place for place, one in written if not one.kwarg_only],
+            written_names=[one.name for _, one in written],
+        )
+    return found
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """CPU tensors with a storage, in lists, tuples and dicts as well."""
+    found: list[torch.Tensor] = []
+    _collect(values, found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.device.type == "cpu" and value.layout is torch.strided:
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _collect(value, found)
+        elif isinstance(value, dict):
+            _collect(value.values(), found)
+
+
+def cost_of(
+    operation: Operation,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    made: Any,
+    given: Sequence[torch.Tensor],
+    new: Sequence[torch.Tensor],
+) -> Cost:
+    """`given`: the tensors in `args` and `kwargs`. `new`: those in `made` that have memory of their own."""
+    if operation.flops is not None:
+        return Cost(flops=int(operation.flops(*args, **kwargs, out_val=made)))
+    if operation.name in _NO_KERNEL:
+        return _NOTHING
+    written = tensors_in([args[place] for place in operation.written if place < len(args)])
+    written += tensors_in([kwargs[one] for one in operation.written_names if one in kwargs])
+    if not written and not new and operation.name not in WAITS:  # a view
+        return _NOTHING
+    read = given
+    if operation.name in _OVERWRITE:
         read = [tensor for tensor in read if all(tensor is not one for one in written)]
     return Cost(nbytes=sum(_nbytes(tensor) for tensor in (*read, *written, *new)))
-
-
-@functools.cache
-def _written(func: Any) -> tuple[list[int], list[str]]:
-    """Positions and names of the arguments that `func` writes to."""
-    arguments = list(enumerate(func._schema.arguments))
-    found = [(place, one) for place, one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return [place for place, one in found if not one.kwarg_only], [one.name for _, one in found]
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

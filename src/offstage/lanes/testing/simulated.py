@@ -55,7 +55,7 @@ from offstage.lanes.lanes import (
 )
 from offstage.lanes.link import link_for, use_lanes
 from offstage.lanes.testing.device_memory import DeviceMemory
-from offstage.lanes.testing.op_cost import WAITS, cost_of, counts_flops, name_of, tensors_in
+from offstage.lanes.testing.op_cost import WAITS, Operation, cost_of, operation_of, tensors_in
 from offstage.lanes.testing.virtual_time import DeviceClock
 from offstage.memory.arena import cgroup_available, mem_available
 
@@ -202,40 +202,48 @@ class SimulatedDevice:
         finally:
             self.lane = before
 
-    def operation(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
-        """`func` has made `made`: count its memory, and its time on the caller's stream."""
-        given = [*tensors_in(args), *tensors_in(kwargs)]
-        if self.lane is Lane.HOST or (given and not any(self._is_here(tensor) for tensor in given)):
-            return
+    def operation(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+        """It has made `made`: count its memory, and its time on the caller's stream."""
+        given = tensors_in(args)
+        if kwargs:
+            given += tensors_in(kwargs.values())
         before = {tensor.untyped_storage()._cdata for tensor in given}
-        results = [tensor for tensor in tensors_in(made) if all(tensor is not one for one in given)]
-        new = [tensor for tensor in results if tensor.untyped_storage()._cdata not in before]
-        self.memory.take(tensor.untyped_storage() for tensor in new)
-        if func._schema.is_mutable:  # an `out` may have grown
+        if self.lane is Lane.HOST or (before and not self.memory.holds_any(before)):
+            return
+        new = [tensor for tensor in tensors_in((made,)) if tensor.untyped_storage()._cdata not in before]
+        if new:
+            self.memory.take(tensor.untyped_storage() for tensor in new)
+        if operation.mutates:  # an `out` may have grown
             for tensor in given:
                 self.memory.look_again(tensor.untyped_storage())
         if self.lane is None:
-            self._pass_time(func, args, kwargs, made, new)
+            self._pass_time(operation, args, kwargs, made, given, new)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return self.memory.holds(tensor.untyped_storage())
 
     def _pass_time(
-        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any, new: Sequence[torch.Tensor]
+        self,
+        operation: Operation,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        made: Any,
+        given: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
     ) -> None:
-        clock, name = self.clock, name_of(func)
-        cost = cost_of(func, args, kwargs, made, new)
+        clock = self.clock
+        cost = cost_of(operation, args, kwargs, made, given, new)
         if not cost.flops and not cost.nbytes:
             return
         clock.launch()
-        if name == "copy_" and self._is_here(args[0]) != self._is_here(args[1]):
+        if operation.name == "copy_" and self._is_here(args[0]) != self._is_here(args[1]):
             up = self._is_here(args[0])
             clock.copy(clock.up if up else clock.down, self.copy_ms(args[0].nbytes, up=up))
             if not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
                 clock.wait_on_host(clock.caller)
         else:
             clock.run(cost.flops / self.tflops / 1e9 + self.traffic_ms(cost.nbytes))
-        if name in WAITS:
+        if operation.name in WAITS:
             clock.wait_on_host(clock.caller)
 
 
@@ -249,11 +257,13 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and count it."""
         kwargs = kwargs or {}
-        if not counts_flops(func) and func._can_decompose():  # in inference mode torch leaves this to the mode
+        operation = operation_of(func)
+        if operation.decomposes:
             with self:
                 return func.decompose(*args, **kwargs)
         made = func(*args, **kwargs)
-        self._device.operation(func, args, kwargs, made)
+        if not operation.is_view:
+            self._device.operation(operation, args, kwargs, made)
         return made
 
 
