@@ -861,7 +861,7 @@ WAITS = [
     "place: the lanes are drained",
     "place: the staging buffers are not in use",
     "place: the weights are ready",
-    "raise: so are those of the layer before",
+    "raise: so is what came before of its layer",
     "raise: the weights are updated",
     "read: the state is known",
     "read: the weights are ready",

@@ -3,13 +3,16 @@
 
 For state that lives and is updated on the host: gradients and weights of a chunk come down, threads of the CPU update
 the state where it is, and the new weights go up. The weights come down although the host has their masters: a weight
-that was written from outside in between must win, and nothing is kept twice.
+that was written from outside in between must win, and nothing is kept twice. Where weights and gradients live on the
+host, too, the threads update them there (`update_in_place`), without staging buffers.
 
 Who touches what, and which mark separates them:
 
 | buffer | written by | read by | separated by |
 |---|---|---|---|
 | staging buffer | down, threads | threads, up | `down`, `updated`; the next copy down waits for `slot.free` |
+| host weight | host threads | the fetch of its layer, host threads | `layer.read` before, `layer.updated` after |
+| factor on the host | down | host threads | `arrived`; each step has its own |
 | arena range | host threads | host threads | the caller waits for `up` before the next step's gradients are taken |
 | weight | up | down, the caller | a mark when its gradient is taken, `Pending.up` after (both in `engine.py`) |
 """
@@ -157,7 +160,7 @@ class HostUpdates:
             functools.partial(self._send_up, (), updates),
             after={
                 "raise: the weights are updated": updated,
-                "raise: so are those of the layer before": layer.updated,
+                "raise: so is what came before of its layer": layer.updated,
             },
         )
         layer.was_updated(behind)
