@@ -161,8 +161,11 @@ class Fitted:
     def _choices(self) -> tuple[Choice, ...]:
         return self._handle.choices if self._handle is not None else (Choice.KEEP,) * len(self._layers)
 
-    def _offload_activations(self, choices: tuple[Choice, ...]) -> None:
-        """The layers do as `choices` say from the next forward on. Where all keep there are no hooks."""
+    def _offload_activations(self, choices: tuple[Choice, ...], *, lean: bool = True) -> None:
+        """The layers do as `choices` say from the next forward on. Where all keep there are no hooks.
+
+        `lean`: as the job began, with as little on its way as can be.
+        """
         is_needed = self.stage is Stage.WATCHING or any(choice is not Choice.KEEP for choice in choices)
         model = self._model()
         if model is None or not self._layers:
@@ -175,6 +178,7 @@ class Fitted:
             self._handle = None
         if self._handle is not None:
             self._handle.replan(choices)
+            self._handle.is_lean = lean
             self._handle.observer = self._watch if self.stage is Stage.WATCHING else None
 
     def _bind(self) -> None:
@@ -324,7 +328,7 @@ class Fitted:
         )
         # Updates were held back, and so nothing was kept for the case that a norm undoes them.
         ran = dataclasses.replace(self.job, loop=dataclasses.replace(loop, clips=False))
-        self._learn_peak(predict(ran, self._watched), self._watch.most_bytes)
+        self._learn_peak(predict(ran, self._watched), self._watch.most_bytes, upwards=True)
         self._plan_anew()
 
     def _brings_at_once(self, micro_batches: int) -> bool:
@@ -374,10 +378,11 @@ class Fitted:
     def _stay(self, error: Exception) -> None:
         """A switch has changed nothing."""
         logger.warning("fit: the job goes on as it was: %s", error)
+        is_as_it_began = self.plan is None
         if self.plan is None:
             self.plan = self._planned(self._watched)
         self.stage = Stage.SETTLED
-        self._offload_activations(self._choices())  # unwatched
+        self._offload_activations(self._choices(), lean=is_as_it_began)  # unwatched
 
     def _planned(self, setting: Setting | None = None) -> FitPlan:
         """The plan of `setting`, or the fastest one that leaves a little of the limit."""
@@ -392,16 +397,16 @@ class Fitted:
         """Go over to `plan`. If that fails, or is interrupted, nothing has changed."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        before = self.stage, self._choices()
+        before, was_lean = (self.stage, self._choices()), self._handle is not None and self._handle.is_lean
         with deferred_interrupts():
             try:
                 self.stage = Stage.TRYING
-                self._offload_activations(plan.setting.choices)
+                self._offload_activations(plan.setting.choices, lean=False)
                 with self._runtime.deciding():
                     optimizer.replan(**plan.overrides)  # type: ignore[arg-type]
             except BaseException:
                 self.stage = before[0]
-                self._offload_activations(before[1])
+                self._offload_activations(before[1], lean=was_lean)
                 self._bind()
                 raise
             self._runtime.hold_updates = False  # only now: speculation needs a second set of the state as it is placed
@@ -448,10 +453,15 @@ class Fitted:
         self.job = dataclasses.replace(job, slowdowns=slowdowns)
         self._learn_peak(predict(self.job, setting), peak)
 
-    def _learn_peak(self, predicted: Predicted, peak: int) -> None:
-        """Settings of this kind are as wrong as the worst of them that was measured."""
+    def _learn_peak(self, predicted: Predicted, peak: int, *, upwards: bool = False) -> None:
+        """Settings of this kind are as wrong as the worst of them that was measured.
+
+        `upwards`: nothing is taken off. What was watched has as little on the device as can be, unlike what is planned.
+        """
         known, kind = self.job.unseen_bytes, predicted.setting.memory_kind
         wrong = peak - predicted.device_bytes + self.job.unseen_of(predicted.setting) if peak else 0
+        if upwards and wrong <= 0:
+            return
         wrong = wrong if wrong > 0 else wrong // 2  # what this setting does not take, another one may
         unseen = {**known, kind: max(wrong, known.get(kind, wrong))}
         self.job = dataclasses.replace(self.job, unseen_bytes=unseen)

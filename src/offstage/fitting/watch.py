@@ -51,6 +51,10 @@ class _Seen:
     owned_bytes: int = 0
     """Weights, gradients and state, with gradients that have left: they were there for a moment."""
     most_bytes: int = 0
+    saved_bytes: int = 0
+    """Of saved tensors, on the device when it began."""
+    starved: bool = False
+    """The device had nothing to do at both of its ends: it waited for the host meanwhile."""
 
 
 @dataclass
@@ -60,6 +64,10 @@ class _Layer:
 
 
 _MOST_WAITS = 1 << 16
+_RECOMPUTED_OVER_FORWARD = 3.0
+"""Of a layer that is recomputed: how many times its forward what its backward's section computes."""
+_LEAST_AGAIN = 0.5
+"""Share of the first forward that a second one takes at least: what backward does not need is left out."""
 _FRONT, _TURN, _STEP = Section("front"), Section("turn"), Section("step")
 
 
@@ -88,6 +96,15 @@ class LoopWatch:
     _saved: dict[int, _Layer] = field(default_factory=dict)
     _waits: deque[Span] = field(default_factory=deque)
     _began: Any = None
+    _boundary: Any = None
+    """Where the last section ended."""
+    _params: list[tuple[nn.Parameter, int]] = field(default_factory=list)
+    _weight_bytes: int = 0
+    """Of those that do not live on the host."""
+    _state_bytes: int = 0
+    """On the device; it comes and goes in `step()` only."""
+    _is_idle: bool = False
+    """The device had nothing to do when the section began that is now."""
 
     # What it is told #
 
@@ -96,6 +113,8 @@ class LoopWatch:
         self.micro_batches = 0
         self.clips = False
         self._sections, self._saved, self._now, self._waits = {}, {}, None, deque(maxlen=_MOST_WAITS)
+        self._params = [(param, param.nbytes) for param in self.model.parameters()]
+        self._weight_bytes = sum(nbytes for param, nbytes in self._params if host_weight_of(param) is None)
         link_for(self.device).caller_waits.spans = self._waits
         self._began = self.lanes.stamp(Lane.CALLER)
 
@@ -108,9 +127,10 @@ class LoopWatch:
         if not self.micro_batches or any(param.grad is not None for param in self.model.parameters()):
             self.micro_batches += 1
         self._saved = {}
+        self._state_bytes = self.runtime.device_state_bytes(self.device)
         allocated = self.lanes.allocated_bytes()
         if allocated is not None:
-            self.base_bytes = max(0, allocated - self._owned_bytes())
+            self.base_bytes = max(0, allocated - self._owned_bytes()[0])
         self._begin(_FRONT, 0)
 
     def enter(self, layer: int, here_bytes: int) -> None:
@@ -145,37 +165,48 @@ class LoopWatch:
     # Sections #
 
     def _begin(self, section: Section, saved_bytes: int) -> None:
-        self._end()
-        seen = self._sections[section] = _Seen(start=self.lanes.stamp(Lane.CALLER))
-        owned = self._owned_bytes()
-        seen.owned_bytes = owned + self._left_bytes()
-        seen.known_bytes = self.base_bytes + owned + saved_bytes
+        owned, left = self._end()
+        self._sections[section] = _Seen(
+            start=self._boundary,
+            known_bytes=self.base_bytes + owned + saved_bytes,
+            owned_bytes=owned + left,
+            saved_bytes=saved_bytes,
+        )
         self._now = section
 
-    def _end(self) -> None:
+    def _end(self) -> tuple[int, int]:
+        """The section that is now ends. Returns what is owned, and what of gradients has left."""
         lanes = self.lanes
+        self._boundary, reached = lanes.stamp(Lane.CALLER), lanes.mark()
+        owned, left = self._owned_bytes()
+        is_idle = not lanes.at_once and lanes.passed(reached)  # all that was given so far is done
         if self._now is not None:
             seen = self._sections[self._now]
-            seen.stop, seen.most_bytes = lanes.stamp(Lane.CALLER), lanes.peak_bytes()
+            seen.stop, seen.most_bytes = self._boundary, lanes.peak_bytes()
             # Weights and gradients that came meanwhile are known, too.
-            seen.known_bytes += max(0, self._owned_bytes() + self._left_bytes() - seen.owned_bytes)
-        self._now = None
+            seen.known_bytes += max(0, owned + left - seen.owned_bytes)
+            seen.starved = is_idle and self._is_idle
+        self._now, self._is_idle = None, is_idle
         lanes.reset_peak()
+        return owned, left
 
-    def _owned_bytes(self) -> int:
-        """Weights, gradients and state on the device now."""
-        found = self.runtime.device_state_bytes(self.device)
+    def _owned_bytes(self) -> tuple[int, int]:
+        """Weights, gradients and state on the device now; and gradients that have left.
+
+        Called between two layers, and the device must not wait for it: what a parameter takes is looked up once.
+        """
+        owned, left = self._state_bytes + self._weight_bytes, 0
         if self.runtime.weights is not None:
-            found += self.runtime.weights.device_bytes
-        for param in self.model.parameters():
-            if host_weight_of(param) is None:
-                found += param.nbytes
-            if type(param.grad) is torch.Tensor:
-                found += param.grad.nbytes
-        return found
-
-    def _left_bytes(self) -> int:
-        return sum(param.nbytes for param in self.model.parameters() if isinstance(param.grad, LeftGradient))
+            owned += self.runtime.weights.device_bytes
+        for param, nbytes in self._params:
+            grad = param.grad
+            if grad is None:
+                continue
+            if type(grad) is torch.Tensor:
+                owned += grad.nbytes
+            elif isinstance(grad, LeftGradient):
+                left += nbytes
+        return owned, left
 
     # What it makes of it #
 
@@ -198,11 +229,13 @@ class LoopWatch:
         times = {section: self._ms(seen) for section, seen in self._sections.items()}
         chosen, kinds = list(self.choices()), [kind_of(layer) for layer in self.layers]
         saved, inputs = self._by_kind(kinds, chosen)
-        forward = [times[Section("forward", number)] for number in range(len(self.layers))]
         lasted = [times.get(Section("backward", number), 0.0) for number in range(len(self.layers))]
         end_ms = 0.0
         if lasted:
             end_ms, lasted[0] = _without_end(lasted, kinds, chosen)
+        forward = [times[Section("forward", number)] for number in range(len(self.layers))]
+        starved = [self._sections[Section("forward", number)].starved for number in range(len(self.layers))]
+        forward = _without_host(forward, starved, lasted, kinds, chosen)
         backward, again = _divide(lasted, forward, kinds, chosen)
         working, remaking = self._working(kinds, chosen, saved)
         layers = tuple(
@@ -262,17 +295,32 @@ class LoopWatch:
     ) -> tuple[dict[object, int], dict[object, int]]:
         """What a backward of each kind of layer takes beyond what is counted elsewhere; a forward may take more.
 
-        And what it takes besides, if the layer is recomputed.
+        And what it takes besides, if the layer is recomputed. The most over all layers of the kind. One that offloads
+        shows nothing if backward remakes some of its tensors, which are then not there at once; those that were
+        recomputed take at least as much as others.
         """
         working: dict[object, int] = {}
         again: dict[object, int] = {}
+        remade = {
+            kind
+            for number, (kind, choice) in enumerate(zip(kinds, chosen, strict=True))
+            if choice is Choice.OFFLOAD and self._saved.get(number, _Layer()).remade_bytes
+        }
         for number, (kind, choice) in enumerate(zip(kinds, chosen, strict=True)):
-            is_again = choice is Choice.RECOMPUTE
-            in_forward = self._beyond(Section("forward", number)) - (0 if is_again else saved.get(kind, 0))
-            in_backward = self._beyond(Section("backward", number)) - (saved.get(kind, 0) if is_again else 0)
+            is_again, comes = choice is Choice.RECOMPUTE, 0
+            if is_again:
+                comes = saved.get(kind, 0)
+            elif choice is Choice.OFFLOAD:  # some of it was there already when the section began
+                seen = self._sections.get(Section("backward", number))
+                comes = max(0, saved.get(kind, 0) - (seen.saved_bytes if seen is not None else 0))
+            in_forward = self._beyond(Section("forward", number)) - saved.get(kind, 0)
+            in_backward = self._beyond(Section("backward", number)) - comes
             found = again if is_again else working
             found[kind] = max(found.get(kind, 0), in_forward, in_backward)
-        return working, {kind: max(0, most - working.get(kind, 0)) for kind, most in again.items()}
+        for kind in remade & again.keys():
+            working[kind] = again[kind]
+        working = {**again, **working}
+        return working, {kind: max(0, most - working[kind]) for kind, most in again.items()}
 
     def _beyond(self, section: Section) -> int:
         """The most that a section had on the device, beyond what was known when it began."""
@@ -291,22 +339,57 @@ def _without_end(lasted: Sequence[float], kinds: Sequence[object], chosen: Seque
     return lasted[0] - first, first
 
 
+def _without_host(
+    forward: Sequence[float],
+    starved: Sequence[bool],
+    lasted: Sequence[float],
+    kinds: Sequence[object],
+    chosen: Sequence[Choice],
+) -> list[float]:
+    """A forward in which the device waited for the host has taken longer than the device needs for it.
+
+    A backward computes twice as much as its forward, and a layer that is recomputed has both in its backward's section,
+    for which the host seldom is too late: a third of that is taken to be the forward.
+    """
+    alike: dict[object, float] = {}
+    for ms, kind, choice in zip(lasted, kinds, chosen, strict=True):
+        if choice is Choice.RECOMPUTE and ms:
+            alike[kind] = min(ms, alike.get(kind, ms))
+    return [
+        min(ms, alike[kind] / _RECOMPUTED_OVER_FORWARD) if was_starved and kind in alike else ms
+        for ms, was_starved, kind in zip(forward, starved, kinds, strict=True)
+    ]
+
+
 def _divide(
     lasted: Sequence[float], forward: Sequence[float], kinds: Sequence[object], chosen: Sequence[Choice]
 ) -> tuple[list[float], list[float]]:
     """Of each layer: its backward alone, and the second forward if it is recomputed.
 
-    A layer of the same kind that is not recomputed shows the backward alone.
+    A layer of the same kind that is not recomputed shows the backward alone, unless that took longer than it can have:
+    a layer that offloads for the first time allocates memory on the host, and tries what can be remade.
     """
     alone: dict[object, float] = {}
     for ms, kind, choice in zip(lasted, kinds, chosen, strict=True):
         if choice is not Choice.RECOMPUTE:
             alone[kind] = min(ms, alone.get(kind, ms))
     backward, again = [], []
+    by_kind: dict[object, float] = {}
     for ms, first, kind, choice in zip(lasted, forward, kinds, chosen, strict=True):
-        own = ms if choice is not Choice.RECOMPUTE else min(ms, alone.get(kind, max(0.0, ms - first)))
-        twice = ms - own if choice is Choice.RECOMPUTE else None
+        if choice is not Choice.RECOMPUTE:
+            backward.append(ms)
+            again.append(first)
+            continue
+        own = alone.get(kind, ms)
+        if ms - own < _LEAST_AGAIN * first:
+            own = max(0.0, ms - first)
         backward.append(own)
-        again.append(first if twice is None else twice)
-    by_kind = {kind: ms for ms, kind, choice in zip(again, kinds, chosen, strict=True) if choice is Choice.RECOMPUTE}
+        again.append(ms - own)
+        by_kind[kind] = ms - own
+    # Of one that was not recomputed, no more than of those of its kind that were.
+    slowest: dict[object, float] = {}
+    for ms, kind, choice in zip(backward, kinds, chosen, strict=True):
+        if choice is Choice.RECOMPUTE:
+            slowest[kind] = max(ms, slowest.get(kind, ms))
+    backward = [min(ms, slowest.get(kind, ms)) for ms, kind in zip(backward, kinds, strict=True)]
     return backward, [by_kind.get(kind, ms) for ms, kind in zip(again, kinds, strict=True)]
