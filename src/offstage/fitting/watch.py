@@ -9,6 +9,7 @@ after the iteration; nothing waits meanwhile. To see the memory of a section, th
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,18 @@ class _Layer:
     remade_bytes: int = 0
 
 
+class _Times(NamedTuple):
+    """Milliseconds, without what was waited for lanes."""
+
+    forward: list[float]
+    """Of each layer."""
+    lasted: list[float]
+    """Each layer's section of backward."""
+    front_ms: float
+    turn_ms: float
+    end_ms: float
+
+
 _MOST_WAITS = 1 << 16
 _RECOMPUTED_OVER_FORWARD = 3.0
 """Of a layer that is recomputed: how many times its forward what its backward's section computes."""
@@ -87,6 +100,8 @@ class LoopWatch:
     """Of the micro-batch that runs."""
     may_recompute: Sequence[bool]
     """Of each layer, as far as it was seen."""
+    times_only: bool = False
+    """Nothing is counted: the peak is somebody else's, and what is there is not as it was when it was watched."""
     micro_batches: int = 0
     base_bytes: int = 0
     clips: bool = False
@@ -127,6 +142,9 @@ class LoopWatch:
         if not self.micro_batches or any(param.grad is not None for param in self.model.parameters()):
             self.micro_batches += 1
         self._saved = {}
+        if self.times_only:
+            self._begin(_FRONT, 0)
+            return
         self._state_bytes = self.runtime.device_state_bytes(self.device)
         allocated = self.lanes.allocated_bytes()
         if allocated is not None:
@@ -178,16 +196,18 @@ class LoopWatch:
         """The section that is now ends. Returns what is owned, and what of gradients has left."""
         lanes = self.lanes
         self._boundary, reached = lanes.stamp(Lane.CALLER), lanes.mark()
-        owned, left = self._owned_bytes()
+        owned, left = (0, 0) if self.times_only else self._owned_bytes()
         is_idle = not lanes.at_once and lanes.passed(reached)  # all that was given so far is done
         if self._now is not None:
             seen = self._sections[self._now]
-            seen.stop, seen.most_bytes = self._boundary, lanes.peak_bytes()
-            # Weights and gradients that came meanwhile are known, too.
-            seen.known_bytes += max(0, owned + left - seen.owned_bytes)
-            seen.starved = is_idle and self._is_idle
+            seen.stop, seen.starved = self._boundary, is_idle and self._is_idle
+            if not self.times_only:
+                seen.most_bytes = lanes.peak_bytes()
+                # Weights and gradients that came meanwhile are known, too.
+                seen.known_bytes += max(0, owned + left - seen.owned_bytes)
         self._now, self._is_idle = None, is_idle
-        lanes.reset_peak()
+        if not self.times_only:
+            lanes.reset_peak()
         return owned, left
 
     def _owned_bytes(self) -> tuple[int, int]:
@@ -226,16 +246,10 @@ class LoopWatch:
     def loop(self) -> Loop:
         """The iteration that was seen. Waits for the device."""
         assert self.is_complete
-        times = {section: self._ms(seen) for section, seen in self._sections.items()}
         chosen, kinds = list(self.choices()), [kind_of(layer) for layer in self.layers]
         saved, inputs = self._by_kind(kinds, chosen)
-        lasted = [times.get(Section("backward", number), 0.0) for number in range(len(self.layers))]
-        end_ms = 0.0
-        if lasted:
-            end_ms, lasted[0] = _without_end(lasted, kinds, chosen)
-        forward = [times[Section("forward", number)] for number in range(len(self.layers))]
-        starved = [self._sections[Section("forward", number)].starved for number in range(len(self.layers))]
-        forward = _without_host(forward, starved, lasted, kinds, chosen)
+        times = self._times(kinds, chosen)
+        forward, lasted = times.forward, times.lasted
         backward, again = _divide(lasted, forward, kinds, chosen)
         working, remaking = self._working(kinds, chosen, saved)
         layers = tuple(
@@ -253,15 +267,58 @@ class LoopWatch:
         )
         return Loop(
             layers=layers,
-            front_ms=times[_FRONT] if self.layers else 0.0,
-            turn_ms=times[_TURN if self.layers else _FRONT],  # without layers nothing else is seen
-            end_ms=end_ms,
+            front_ms=times.front_ms,
+            turn_ms=times.turn_ms,
+            end_ms=times.end_ms,
             turn_bytes=self._beyond(_TURN if self.layers else _FRONT),
             base_bytes=self.base_bytes,
             micro_batches=self.micro_batches,
             clips=self.clips,
             reads_gradients=self.reads_gradients,
             input_elements=self.input_elements(),
+        )
+
+    def retimed(self, loop: Loop) -> Loop:
+        """`loop`, with what took less time in the iteration that was seen. Waits for the device.
+
+        Nothing that the device does takes less than it needs; but it waits for a host that is busy with what a watched
+        job has more to do, or, when sequences grow, had more to do for each token.
+        """
+        if not self.is_complete or len(loop.layers) != len(self.layers):
+            return loop
+        chosen, kinds = list(self.choices()), [kind_of(layer) for layer in self.layers]
+        times = self._times(kinds, chosen)
+        alone: dict[object, float] = {}
+        for kind, choice, ms in zip(kinds, chosen, times.lasted, strict=True):
+            if choice is Choice.KEEP and ms:
+                alone[kind] = min(ms, alone.get(kind, ms))
+        return dataclasses.replace(
+            loop,
+            layers=tuple(
+                _least(layer, first, alone.get(kind), ms if choice is Choice.RECOMPUTE and ms else None)
+                for layer, kind, choice, first, ms in zip(
+                    loop.layers, kinds, chosen, times.forward, times.lasted, strict=True
+                )
+            ),
+            front_ms=min(loop.front_ms, times.front_ms),
+            turn_ms=min(loop.turn_ms, times.turn_ms),
+            end_ms=min(loop.end_ms, times.end_ms),
+        )
+
+    def _times(self, kinds: Sequence[object], chosen: Sequence[Choice]) -> _Times:
+        times = {section: self._ms(seen) for section, seen in self._sections.items()}
+        lasted = [times.get(Section("backward", number), 0.0) for number in range(len(self.layers))]
+        end_ms = 0.0
+        if lasted:
+            end_ms, lasted[0] = _without_end(lasted, kinds, chosen)
+        forward = [times[Section("forward", number)] for number in range(len(self.layers))]
+        starved = [self._sections[Section("forward", number)].starved for number in range(len(self.layers))]
+        return _Times(
+            forward=_without_host(forward, starved, lasted, kinds, chosen),
+            lasted=lasted,
+            front_ms=times[_FRONT] if self.layers else 0.0,
+            turn_ms=times[_TURN if self.layers else _FRONT],  # without layers nothing else is seen
+            end_ms=end_ms,
         )
 
     def iteration_ms(self) -> float:
@@ -326,6 +383,21 @@ class LoopWatch:
         """The most that a section had on the device, beyond what was known when it began."""
         seen = self._sections.get(section)
         return max(0, seen.most_bytes - seen.known_bytes) if seen is not None and seen.most_bytes else 0
+
+
+def _least(layer: LayerLoad, first: float, alone: float | None, with_again: float | None) -> LayerLoad:
+    """The times of a layer, with new ones that are shorter: of its forward, of a backward of its kind where all is
+    kept, and of its own with a second forward, where there was one."""
+    forward = min(layer.forward_ms, first)
+    backward, again = layer.backward_ms, min(layer.recompute_ms, forward)
+    together = min(backward + layer.recompute_ms, with_again) if with_again is not None else None
+    if alone is not None:
+        backward = min(backward, alone)
+        if together is not None:
+            again = min(forward, max(_LEAST_AGAIN * forward, together - backward))
+    elif together is not None:
+        backward = max(0.0, together - again)
+    return dataclasses.replace(layer, forward_ms=forward, backward_ms=backward, again_ms=again)
 
 
 def _without_end(lasted: Sequence[float], kinds: Sequence[object], chosen: Sequence[Choice]) -> tuple[float, float]:
