@@ -251,7 +251,7 @@ class LoopWatch:
         times = self._times(kinds, chosen)
         forward, lasted = times.forward, times.lasted
         backward, again = _divide(lasted, forward, kinds, chosen)
-        working, remaking = self._working(kinds, chosen, saved)
+        working, remaking = self._working(kinds, chosen, saved, inputs)
         layers = tuple(
             LayerLoad(
                 forward_ms=forward[number],
@@ -348,7 +348,7 @@ class LoopWatch:
         return saved, inputs
 
     def _working(
-        self, kinds: Sequence[object], chosen: Sequence[Choice], saved: dict[object, int]
+        self, kinds: Sequence[object], chosen: Sequence[Choice], saved: dict[object, int], inputs: dict[object, int]
     ) -> tuple[dict[object, int], dict[object, int]]:
         """What a backward of each kind of layer takes beyond what is counted elsewhere; a forward may take more.
 
@@ -365,8 +365,8 @@ class LoopWatch:
         }
         for number, (kind, choice) in enumerate(zip(kinds, chosen, strict=True)):
             is_again, comes = choice is Choice.RECOMPUTE, 0
-            if is_again:
-                comes = saved.get(kind, 0)
+            if is_again:  # but its inputs, which are saved, too, and were there when the section began
+                comes = max(0, saved.get(kind, 0) - inputs.get(kind, 0))
             elif choice is Choice.OFFLOAD:  # some of it was there already when the section began
                 seen = self._sections.get(Section("backward", number))
                 comes = max(0, saved.get(kind, 0) - (seen.saved_bytes if seen is not None else 0))
