@@ -146,6 +146,8 @@ class ActivationOffload:
         self._idle = IdleWatch(config, len(self._layers))
         self.may_be_idle = False
         """Whether it is no error that nothing moves."""
+        self.is_lean = False
+        """From the next forward on: whether what moves waits for each other, so that little is on its way at once."""
         self._last: ForwardPass | None = None
         self._handles: list[Any] = []
         self._recomputing: list[Recomputing] = []
@@ -338,7 +340,14 @@ class ActivationOffload:
 
     def _traffic(self) -> Traffic:
         num_calls = self._num_calls or len(self._choices)
-        return Traffic(self._choices, self.config, self._num_layers, largest=self._largest, num_calls=num_calls)
+        return Traffic(
+            self._choices,
+            self.config,
+            self._num_layers,
+            largest=self._largest,
+            num_calls=num_calls,
+            lean=self.is_lean,
+        )
 
     def _forget_interrupted(self) -> None:
         """Torch calls no hooks after KeyboardInterrupt and the like: such a forward is not on the stack any more."""

@@ -25,10 +25,18 @@ class Traffic:
     """Of one forward and its backward."""
 
     def __init__(
-        self, choices: Sequence[Choice], config: ActivationConfig, num_layers: int, *, largest: int, num_calls: int
+        self,
+        choices: Sequence[Choice],
+        config: ActivationConfig,
+        num_layers: int,
+        *,
+        largest: int,
+        num_calls: int,
+        lean: bool = False,
     ) -> None:
         """`num_layers`: of the model, where `choices` may be of some that were named. Of the forward before:
-        `largest`, the bytes that one layer sent away, and `num_calls`, how many layers ran."""
+        `largest`, the bytes that one layer sent away, and `num_calls`, how many layers ran. `lean`: as little as
+        possible is on its way at once, and the caller waits for it."""
         prefetch = config.prefetch
         offloaded = sum(choice is Choice.OFFLOAD for choice in choices)
         others = sum(choice is Choice.RECOMPUTE for choice in choices)  # whose inputs leave
@@ -39,7 +47,7 @@ class Traffic:
         self._spacing = max(1, len(choices) // offloaded) if offloaded else 1
         """Layers from one that leaves to the next."""
         self._last = num_calls - 1
-        self._prefetch = prefetch
+        self._prefetch, self._lean = prefetch, lean
         self.largest = 0
         """Bytes that one layer has sent away, at most."""
         self._expected = largest
@@ -56,6 +64,8 @@ class Traffic:
     @property
     def _room(self) -> int:
         """Bytes that may be on their way beside the storage in question."""
+        if self._lean:
+            return 0
         largest = max(self.largest, self._expected)
         return self._prefetch * (largest if self._are_spread else min(largest, _KEEPS_THE_LINK_BUSY))
 

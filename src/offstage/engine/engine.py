@@ -148,6 +148,16 @@ class Engine:
             self._flush(self.round, set() if self.round.speculative else set(later))
             self._end_round()
 
+    def observe(self, updates: Sequence[ParamUpdate]) -> None:
+        """`run` comes next, unless the norm forbids it: what the rule may do before that is known.
+
+        Only where the caller's stream does everything: the order is then that in which the host gives it.
+        """
+        lanes = self.transport.lanes
+        mine = [one for one in updates if one.of.placement is Placement.RESIDENT and one.of.hosted is None]
+        if lanes.at_once and self.round is None and self.postponed is None and mine:
+            lanes.submit(Lane.UPDATE, functools.partial(self._rule.observe, self.device, mine), after={})
+
     def take(self, updates: Sequence[ParamUpdate], *, speculative: bool = False, decided: bool = False) -> None:
         """The gradients of `updates` are final. Opens a round if there is none.
 
@@ -290,13 +300,17 @@ class Engine:
         self.transport.timer.stop()
 
     def _batches(self, updates: Sequence[ParamUpdate]) -> Iterable[list[PieceUpdate]]:
-        """Resident parameters, about `chunk_bytes` of state at a time: a rule may need temporary memory for each."""
+        """Resident parameters, about `chunk_bytes` of state at a time: a rule may need temporary memory for each.
+
+        All at once where it needs none, and none of their gradients has to come back.
+        """
         batch: list[PieceUpdate] = []
         room = self._config.most_chunk_bytes
+        limited = self._rule.needs_memory or any(update.left is not None for update in updates)
         for update in updates:
             if update.of.placement is Placement.RESIDENT:
                 batch.append(PieceUpdate(update, 0, update.weight.numel(), update.of.resident))
-                room -= update.of.nbytes
+                room -= update.of.nbytes if limited else 0
                 if room <= 0:
                     yield batch
                     batch, room = [], self._config.most_chunk_bytes

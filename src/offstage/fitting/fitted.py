@@ -107,7 +107,7 @@ class Fitted:
         self._begun: Any = None
         """When this iteration's first forward began: what comes between two iterations is not theirs."""
         self._settled_ms = 0.0
-        self._was_slower = False
+        self._was_slower = self._is_timing = False
         self._num_trained = num_trained(optimizer.param_groups)
         self._tried: dict[Setting, float] = {}
         """How long an iteration took with each setting that stayed under the limit."""
@@ -161,8 +161,11 @@ class Fitted:
     def _choices(self) -> tuple[Choice, ...]:
         return self._handle.choices if self._handle is not None else (Choice.KEEP,) * len(self._layers)
 
-    def _offload_activations(self, choices: tuple[Choice, ...]) -> None:
-        """The layers do as `choices` say from the next forward on. Where all keep there are no hooks."""
+    def _offload_activations(self, choices: tuple[Choice, ...], *, lean: bool = True) -> None:
+        """The layers do as `choices` say from the next forward on. Where all keep there are no hooks.
+
+        `lean`: as the job began, with as little on its way as can be.
+        """
         is_needed = self.stage is Stage.WATCHING or any(choice is not Choice.KEEP for choice in choices)
         model = self._model()
         if model is None or not self._layers:
@@ -175,6 +178,7 @@ class Fitted:
             self._handle = None
         if self._handle is not None:
             self._handle.replan(choices)
+            self._handle.is_lean = lean
             self._handle.observer = self._watch if self.stage is Stage.WATCHING else None
 
     def _bind(self) -> None:
@@ -267,7 +271,7 @@ class Fitted:
     # Steps #
 
     def begin_step(self) -> None:
-        if self.stage is Stage.WATCHING:
+        if self.stage is Stage.WATCHING or self._is_timing:
             self._watch.begin_step()
 
     def end_step(self) -> None:
@@ -281,7 +285,10 @@ class Fitted:
             self._watch.end_step()
             self._end_watched()
         elif self.stage is Stage.TRYING:
+            if self._is_timing:
+                self._watch.end_step()
             self._end_tried()
+            self._time(self.stage is Stage.TRYING and self._since >= _TRIED - 1)
         elif self._since % _LOOKS_EVERY == 0:
             self._look()
 
@@ -325,6 +332,7 @@ class Fitted:
         # Updates were held back, and so nothing was kept for the case that a norm undoes them.
         ran = dataclasses.replace(self.job, loop=dataclasses.replace(loop, clips=False))
         self._learn_peak(predict(ran, self._watched), self._watch.most_bytes)
+        self.job = dataclasses.replace(self.job, watched_kind=self._watched.memory_kind)
         self._plan_anew()
 
     def _brings_at_once(self, micro_batches: int) -> bool:
@@ -374,10 +382,12 @@ class Fitted:
     def _stay(self, error: Exception) -> None:
         """A switch has changed nothing."""
         logger.warning("fit: the job goes on as it was: %s", error)
+        is_as_it_began = self.plan is None
         if self.plan is None:
             self.plan = self._planned(self._watched)
         self.stage = Stage.SETTLED
-        self._offload_activations(self._choices())  # unwatched
+        self._offload_activations(self._choices(), lean=is_as_it_began)  # unwatched
+        self._time(False)
 
     def _planned(self, setting: Setting | None = None) -> FitPlan:
         """The plan of `setting`, or the fastest one that leaves a little of the limit."""
@@ -392,25 +402,37 @@ class Fitted:
         """Go over to `plan`. If that fails, or is interrupted, nothing has changed."""
         optimizer = self._optimizer()
         assert optimizer is not None
-        before = self.stage, self._choices()
+        before, was_lean = (self.stage, self._choices()), self._handle is not None and self._handle.is_lean
         with deferred_interrupts():
             try:
                 self.stage = Stage.TRYING
-                self._offload_activations(plan.setting.choices)
+                self._offload_activations(plan.setting.choices, lean=False)
                 with self._runtime.deciding():
                     optimizer.replan(**plan.overrides)  # type: ignore[arg-type]
             except BaseException:
                 self.stage = before[0]
-                self._offload_activations(before[1])
+                self._offload_activations(before[1], lean=was_lean)
                 self._bind()
                 raise
             self._runtime.hold_updates = False  # only now: speculation needs a second set of the state as it is placed
             self._bind()
+            self._time(False)
             self.plan, self._since, self._was_slower = plan, 0, False
             self._lanes.reset_peak()
         logger.info("fit: %s", plan.summary())
 
     # Looking back #
+
+    def _time(self, is_wanted: bool) -> None:
+        """The layers of the next iteration are timed, where there are hooks that tell of them; or no more."""
+        if self._is_timing:
+            self._watch.stop()
+        self._is_timing = is_wanted and self._handle is not None
+        if self._handle is not None:
+            self._handle.observer = self._watch if self._is_timing else None
+        if self._is_timing:
+            self._watch.times_only = True
+            self._watch.begin_iteration()
 
     def _end_tried(self) -> None:
         if self._begun is None or self._since < _TRIED:
@@ -443,9 +465,15 @@ class Fitted:
         """What the setting took, beside what was predicted, corrects the predictions of all."""
         assert self.plan is not None
         setting, job = self.plan.setting, self.job
-        plain = predict(dataclasses.replace(job, slowdowns={}), setting)
-        slowdowns = {**job.slowdowns, setting.kind: took_ms / plain.iteration_ms} if plain.iteration_ms else {}
-        self.job = dataclasses.replace(job, slowdowns=slowdowns)
+        loop = self._watch.retimed(job.loop) if self._is_timing else job.loop
+        plain = dataclasses.replace(job, loop=loop, slowdowns={})
+        # Those that were measured beside other times of the layers are measured beside these.
+        took = {**(self._tried if loop != job.loop else {}), setting: took_ms}
+        slowdowns = {} if loop != job.loop else dict(job.slowdowns)
+        for one, ms in took.items():
+            predicted_ms = predict(plain, one).iteration_ms
+            slowdowns[one.kind] = ms / predicted_ms if predicted_ms else 1.0
+        self.job = dataclasses.replace(plain, slowdowns=slowdowns)
         self._learn_peak(predict(self.job, setting), peak)
 
     def _learn_peak(self, predicted: Predicted, peak: int) -> None:
@@ -454,7 +482,8 @@ class Fitted:
         wrong = peak - predicted.device_bytes + self.job.unseen_of(predicted.setting) if peak else 0
         wrong = wrong if wrong > 0 else wrong // 2  # what this setting does not take, another one may
         unseen = {**known, kind: max(wrong, known.get(kind, wrong))}
-        self.job = dataclasses.replace(self.job, unseen_bytes=unseen)
+        watched = None if kind == self.job.watched_kind else self.job.watched_kind
+        self.job = dataclasses.replace(self.job, unseen_bytes=unseen, watched_kind=watched)
 
     def _try_another(self, took_ms: float, peak: int) -> bool:
         """Go over to another setting, if the corrected predictions say that it is worth it."""

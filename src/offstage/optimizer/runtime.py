@@ -268,13 +268,20 @@ class Runtime:
                 self.watcher.end_step()
 
     def _step(self) -> None:
-        if self.iteration.norm is not None and not self._norm_allows(self.iteration.norm):
+        norm, prepared = self.iteration.norm, None
+        if norm is not None and self.overlap is None and self.weights is None:
+            # The device has much of backward before it, and waits for the host when that knows the norm: what can be
+            # done before is done now.
+            prepared = self._updates()
+            for device, updates in self._by_device(prepared).items():
+                self.places.engines[device].observe(updates)
+        if norm is not None and not self._norm_allows(norm):
             return
         if (changed := self.iteration.what_changed(self.groups, self.defaults)) is not None:
             self.restart(changed)
         if self.weights is not None and not self.iteration.early:
             self.weights.forget_written(unseen=not self.config.overlap_forward)
-        updates = self._updates()
+        updates = self._updates() if prepared is None else prepared
         if self.overlap is not None:
             self.overlap.check_cues(updates)
         if not updates or not self.steps:
@@ -311,10 +318,14 @@ class Runtime:
         self._begin()
         self.iteration.speculative = self.speculation.clips
 
-    def _run(self, updates: list[ParamUpdate]) -> None:
-        by_device: dict[torch.device, list[ParamUpdate]] = {device: [] for device in self.places.engines}
+    def _by_device(self, updates: Sequence[ParamUpdate]) -> dict[torch.device, list[ParamUpdate]]:
+        found: dict[torch.device, list[ParamUpdate]] = {device: [] for device in self.places.engines}
         for update in updates:
-            by_device[update.of.device].append(update)
+            found[update.of.device].append(update)
+        return found
+
+    def _run(self, updates: list[ParamUpdate]) -> None:
+        by_device = self._by_device(updates)
         iteration = self.iteration
         updated = with_early = bool(iteration.early)
         try:

@@ -132,6 +132,8 @@ class Job:
     """What the device had at its peak beyond what was predicted, by what lives where and is updated when."""
     slowdowns: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Measured iterations over predicted ones, by the kind of setting that was measured."""
+    watched_kind: str | None = None
+    """The `memory_kind` of which so far only the watched iterations are known."""
 
     @property
     def num_layers(self) -> int:
@@ -169,9 +171,15 @@ class Job:
         return max((size.weight_bytes for size in trained if size.layer is not None), default=0)
 
     def unseen_of(self, setting: Setting) -> int:
-        """What was measured for its kind. Other kinds are half as wrong as the worst of those that were measured."""
+        """What was measured for its kind. Other kinds are half as wrong as the worst of those that were measured.
+
+        What the watched iterations took less than predicted is taken off by half where layers keep their tensors: there
+        none did.
+        """
         worst = max(self.unseen_bytes.values(), default=0)
-        return self.unseen_bytes.get(setting.memory_kind, max(0, worst) // 2)
+        found = self.unseen_bytes.get(setting.memory_kind, max(0, worst) // 2)
+        is_alike = setting.memory_kind != self.watched_kind or Choice.KEEP not in setting.choices
+        return found if found >= 0 or is_alike else found // 2
 
     def slowdown_of(self, setting: Setting) -> float:
         """What was measured for its kind. Other kinds are half as wrong as those that were measured are on average."""

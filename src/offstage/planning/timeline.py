@@ -9,6 +9,7 @@ same time. docs/internals/fit.md has the table of who waits for what.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 
@@ -20,8 +21,8 @@ from offstage.planning.predict import GRADIENTS_IN_FLIGHT, OLD_WEIGHTS_ON_HOST
 _ITERATIONS = 3
 _KEPT = 2
 """Layers whose weights wait on the device between forward and backward."""
-_GRADIENTS_KEPT = 0.5
-"""Clipping with weights on the host: share of the gradients that stays where activations were."""
+_LAYERS_LIKE_THE_NEXT = 2
+"""Layers that show how much room the next one leaves for gradients (`LeavingGradients`)."""
 
 
 def iteration_ms(job: Job, setting: Setting) -> float:
@@ -68,6 +69,8 @@ class _Followed:
         """Layers whose update waits for their next forward."""
         self.late = self._left_to_forward()
         """Layers whose update always does, though others are updated in backward."""
+        self.stays = self._gradients_that_stay() if self.speculates else set()
+        """Layers on the host whose gradients stay where activations were while clipping may need them."""
         self.collected = self.collected_extra = 0.0
         """State whose update in backward is due and has not begun, and what leaves with it."""
 
@@ -127,6 +130,25 @@ class _Followed:
         if self.speculates or not (self.in_backward and self.setting.overlap_forward):
             return set()
         return {hosted[number] for number in left_to_forward(len(hosted))}
+
+    def _gradients_that_stay(self) -> set[int]:
+        """What is there in a layer's backward must leave room for them, beside what was there at the turn."""
+        chosen = list(zip(self.loop.layers, self.setting.choices, strict=True))
+        before = list(itertools.accumulate((layer.kept_bytes(choice) for layer, choice in chosen), initial=0))
+        found: set[int] = set()
+        held, staying = deque[int](), 0.0
+        for number in reversed(range(self.num)):
+            if not self.hosted[number]:
+                continue
+            layer, choice = chosen[number]
+            held.append(before[number + 1] + layer.saved_bytes - layer.kept_bytes(choice))
+            if len(held) <= _LAYERS_LIKE_THE_NEXT:
+                continue
+            held.popleft()
+            if max(held) + staying + self.gradients[1 + number] <= before[-1]:
+                found.add(number)
+                staying += self.gradients[1 + number]
+        return found
 
     # The link and the CPU #
 
@@ -296,7 +318,7 @@ class _Followed:
             return 0.0
         extra = share * self.weights[part] if is_hosted else 0.0
         if self.speculates:
-            extra += (_GRADIENTS_KEPT if is_hosted else OLD_WEIGHTS_ON_HOST) * gradients
+            extra += (part - 1 not in self.stays if is_hosted else OLD_WEIGHTS_ON_HOST) * gradients
         streamed = share * (self.streamed[part] - self.left[part])
         self.collected += streamed
         self.collected_extra += extra if streamed else 0.0

@@ -42,6 +42,7 @@ class AdamRule(Rule):
     """Adam (`decoupled=False`) or AdamW (`decoupled=True`)."""
 
     rate_is_known = True
+    needs_memory = False
     names = frozenset({MASTER_KEY, "exp_avg", "exp_avg_sq", "max_exp_avg_sq"})
     counts_from = 0.0
 
@@ -116,10 +117,36 @@ class AdamRule(Rule):
             ],
         )
 
+    def observe(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:
+        self.begin(device, updates)
+        self._observe(updates)
+
+    def _observe(self, updates: Iterable[ParamUpdate]) -> None:
+        """Take the fingerprints of weights as they are now, where nobody has yet and something is expected."""
+        looked = [
+            one for one in updates if not (one.observed or one.updated or one.fresh) and one.of.master_kind == "split"
+        ]
+        self._fingerprint(looked, 1)
+        for update in looked:
+            update.observed = True
+
+    def _fingerprint(self, updates: Sequence[ParamUpdate], cell: int) -> None:
+        """Of each weight, in the cell of that number."""
+        by_device: dict[torch.device, list[ParamUpdate]] = {}
+        for update in updates:
+            if update.weight.numel():
+                by_device.setdefault(update.weight.device, []).append(update)
+        for device, ones in by_device.items():
+            scratch = self._scratch_of(device)
+            scratch.kernels.fingerprints([one.weight for one in ones], [scratch.prints(one.of)[cell] for one in ones])
+
     def update(self, pieces: Sequence[PieceUpdate]) -> None:
+        pieces = [piece for piece in pieces if piece.stop > piece.start]
+        self._observe(piece.update for piece in pieces)
         for piece in pieces:
-            if piece.stop > piece.start:
-                self._update(piece)
+            self._update(piece)
+        updates = dict.fromkeys(piece.update for piece in pieces if piece.update.of.master_kind == "split")
+        self._fingerprint([one for one in updates if one.updated == one.weight.numel()], 0)
 
     def _update(self, piece: PieceUpdate) -> None:
         update, state = piece.update, piece.state
@@ -127,8 +154,6 @@ class AdamRule(Rule):
         scratch = self._scratch_of(weight.device)
         kind = update.of.master_kind
         prints = scratch.prints(update.of) if kind == "split" else None
-        if prints is not None and update.updated == 0 and not update.fresh:
-            scratch.kernels.fingerprint(update.weight, prints[1])
         update.updated += weight.numel()
         scratch.kernels.update(
             weight,
@@ -149,8 +174,6 @@ class AdamRule(Rule):
             decoupled=self._decoupled or group["decoupled_weight_decay"],
             fresh=update.fresh,
         )
-        if prints is not None and update.updated == update.weight.numel():
-            scratch.kernels.fingerprint(update.weight, prints[0])
 
     def slices(self, pieces: Sequence[PieceUpdate]) -> Sequence[Slice]:
         return [

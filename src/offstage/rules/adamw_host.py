@@ -451,6 +451,12 @@ def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:
     out.fill_(fingerprint_from(0, weight))
 
 
+def fingerprints(weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """The same of several."""
+    for weight, out in zip(weights, outs, strict=True):
+        fingerprint(weight, out)
+
+
 def fingerprint_from(place: int | torch.Tensor, weight: torch.Tensor) -> int:
     """What the elements from `place` on, or at these places, add to their parameter's fingerprint; sums wrap around."""
     if isinstance(place, torch.Tensor):

@@ -258,6 +258,12 @@ def coefficients(inputs: torch.Tensor, out: torch.Tensor, rows: Sequence[Hyperpa
 
 def fingerprint(weight: torch.Tensor, out: torch.Tensor) -> None:
     """Set `out` (int64, one element) to the fingerprint of a whole bf16 parameter."""
-    out.zero_()
-    programs = min(triton.cdiv(weight.numel(), _FINGERPRINT_BLOCK), _FINGERPRINT_PROGRAMS)
-    fingerprint_kernel[(programs,)](weight.view(torch.int16), out, weight.numel(), BLOCK=_FINGERPRINT_BLOCK)
+    fingerprints([weight], [out])
+
+
+def fingerprints(weights: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
+    """The same of several: one launch less for each."""
+    torch._foreach_zero_(list(outs))
+    for weight, out in zip(weights, outs, strict=True):
+        programs = min(triton.cdiv(weight.numel(), _FINGERPRINT_BLOCK), _FINGERPRINT_PROGRAMS)
+        fingerprint_kernel[(programs,)](weight.view(torch.int16), out, weight.numel(), BLOCK=_FINGERPRINT_BLOCK)

@@ -173,8 +173,12 @@ class ParamState:
 
     @property
     def master_kind(self) -> str | None:
-        names = {key.name for key in self.keys}
-        return "fp32" if MASTER_KEY in names else "split" if MASTER_LOW_KEY in names else None
+        for key in self.keys:
+            if key.name == MASTER_KEY:
+                return "fp32"
+            if key.name == MASTER_LOW_KEY:
+                return "split"
+        return None
 
     @property
     def nbytes(self) -> int:
@@ -237,6 +241,8 @@ class ParamUpdate:
     """What the class keeps for all parameters together, as it is before this step."""
     updated: int = 0
     """How many elements have been updated, or sent up; counted on the lane that does it."""
+    observed: bool = False
+    """The rule has looked at the weight already (`observe`)."""
     scalars: dict[str, Any] = field(default_factory=dict)
     """What the update made of the parameter's scalars."""
     created: frozenset[str] = frozenset()
@@ -260,13 +266,17 @@ class PieceUpdate:
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.update.weight[self.start : self.stop] if self.host_copies is None else self.host_copies[0]
+        return self._mine(self.update.weight) if self.host_copies is None else self.host_copies[0]
 
     @property
     def grad(self) -> torch.Tensor:
         if self.staged_grad is not None:
             return self.staged_grad
-        return self.update.grad[self.start : self.stop] if self.host_copies is None else self.host_copies[1]
+        return self._mine(self.update.grad) if self.host_copies is None else self.host_copies[1]
+
+    def _mine(self, whole: torch.Tensor) -> torch.Tensor:
+        """The piece of it. A slice takes the host some time."""
+        return whole if self.start == 0 and self.stop == whole.numel() else whole[self.start : self.stop]
 
     @property
     def is_in_place(self) -> bool:
@@ -294,6 +304,8 @@ class Rule(ABC):
     """Whether one call of an update on the host uses several threads by itself."""
     whole = False
     """Whether it looks at whole parameters, so that a shard is not enough."""
+    needs_memory = True
+    """Whether an update takes temporary device memory, so that it is made of a few parameters at a time."""
     title = "this optimizer"
 
     names: frozenset[str] = frozenset({MASTER_KEY})
@@ -313,6 +325,12 @@ class Rule(ABC):
 
     def begin(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:  # noqa: B027
         """Before the first update of `updates`. All updates of one step and device are of one `round`."""
+
+    def observe(self, device: torch.device, updates: Sequence[ParamUpdate]) -> None:  # noqa: B027
+        """All but certainly `begin` and `update` come next, in the same order of work: do of them what changes nothing.
+
+        The host is about to wait for the device, and what is launched now does not have to be launched then.
+        """
 
     @abstractmethod
     def update(self, pieces: Sequence[PieceUpdate]) -> None:

@@ -22,10 +22,13 @@ from offstage.optimizer.overlap.left_gradient import GradientUses, LeftGradient
 from offstage.optimizer.overlap.selection import BackwardSelection
 from offstage.optimizer.places import Places
 from offstage.planning.predict import LEAST_LEAVING
-from offstage.rules.rule import ParamState, ParamUpdate
+from offstage.rules.rule import HostedLayer, ParamState, ParamUpdate
 from offstage.tensors import flat_like, norm_of
 
 logger = logging.getLogger("offstage")
+
+_LAYERS_LIKE_THE_NEXT = 2
+"""Of the layers that backward has come to: the next one may have as much on the device as any of the last ones."""
 
 
 class Wait(enum.Enum):
@@ -62,11 +65,15 @@ class LeavingGradients:
         """On the device when backward began."""
         self._gradient_bytes = self._kept_bytes = 0
         """Of speculative updates in this backward; and what of them stays on the device."""
+        self._layers: dict[HostedLayer, int] = {}
+        """The layers that backward has come to, and the most that was on the device when their gradients came, beside
+        gradients that stay."""
 
     def begin_backward(self, engines: Sequence[Engine]) -> None:
         """The first gradient that counts is there."""
         self._allocated = next((engine.transport.lanes.allocated_bytes() for engine in engines), None)
         self._gradient_bytes = self._kept_bytes = 0
+        self._layers.clear()
 
     def replanned(self, config: OffloadConfig) -> None:
         """Settings or places are others: so may be the room for gradients."""
@@ -75,6 +82,7 @@ class LeavingGradients:
     def forget(self) -> None:
         """A step is made."""
         self._left.clear()
+        self._layers.clear()
 
     # The first iteration, and those in which updates are held
 
@@ -143,7 +151,7 @@ class LeavingGradients:
         """The gradient of a speculative update, while clipping may need it: on the host, or where activations were."""
         norm, again = norm_of(update.grad, 2.0), isinstance(update.of.param.grad, LeftGradient)
         self._gradient_bytes += update.grad.nbytes
-        if self._is_room_for(update.grad, engine):
+        if self._is_room_for(update, engine):
             gradient = engine.transport.gradients.of(update.of, again=again)
             gradient.keep(update.grad, norm)
             return LeftGradient(update.of.param, gradient, self._uses, stays_on_host=True)
@@ -162,14 +170,23 @@ class LeavingGradients:
         gradient = engine.transport.gradients.leave(state, flat, norm, again=again, updating=updating)
         return LeftGradient(state.param, gradient, self._uses, stays_on_host=state.hosted is not None)
 
-    def _is_room_for(self, grad: torch.Tensor, engine: Engine) -> bool:
-        """Whether a gradient can stay in memory that backward has freed: then it is not larger than at its start."""
-        now = engine.transport.lanes.allocated_bytes()
+    def _is_room_for(self, update: ParamUpdate, engine: Engine) -> bool:
+        """Whether a gradient can stay in memory that backward has freed: then it is not larger than at its start.
+
+        What a layer has remade or brought back is gone when its last gradients come, and as much comes with the layer
+        before it: what counts is the most that the last two layers had, not what is on the device now.
+        """
+        nbytes, now = update.grad.nbytes, engine.transport.lanes.allocated_bytes()
         if now is None or self._allocated is None:  # not counted here: assume half of what came so far
-            is_room = 2 * (self._kept_bytes + grad.nbytes) <= self._gradient_bytes
+            is_room = 2 * (self._kept_bytes + nbytes) <= self._gradient_bytes
         else:
-            is_room = now + 2 * grad.nbytes <= self._allocated
-        self._kept_bytes += grad.nbytes if is_room else 0
+            assert update.of.hosted is not None
+            layer = update.of.hosted.layer
+            self._layers[layer] = max(self._layers.get(layer, 0), now - self._kept_bytes)
+            most = max(list(self._layers.values())[-_LAYERS_LIKE_THE_NEXT:])
+            is_known = len(self._layers) > _LAYERS_LIKE_THE_NEXT  # weights and gradients of as many are on their way
+            is_room = is_known and most + self._kept_bytes + 2 * nbytes <= self._allocated
+        self._kept_bytes += nbytes if is_room else 0
         return is_room
 
 
