@@ -50,9 +50,9 @@ def test_a_row_of_fit_says_what_it_must_reach():
     found = {one["case"]: one for one in (row("gpt", "resident", 500, 90), row("gpt", "torch_masters", 505, 99))}
     made = fit.compared(case, row("gpt", "fit_4", 507, 91, size="full", device_peak_gib=98.0), found)
     assert made["best_by_hand"] == "gpt_resident"
-    assert made["must"]["ratio_to_best_by_hand"] == {"at_most": 1.02, "found": 1.014, "met": True}
+    assert made["must"]["ratio_to_best_by_hand"] == {"at_most": 1.05, "found": 1.014, "met": True}
     assert "ratio_to_torch_masters" not in made["must"]  # it does not fit
-    made = fit.compared(case, row("gpt", "fit_4", 520, 101, size="full", device_peak_gib=100.0), found)
+    made = fit.compared(case, row("gpt", "fit_4", 530, 101, size="full", device_peak_gib=100.0), found)
     assert not any(
         made["must"][name]["met"] for name in ("peak_gib", "ratio_to_best_by_hand", "ratio_to_torch_masters")
     )
