@@ -2,9 +2,9 @@
 """Plans with weights on the host: the layers that `offload()` chooses, the bytes that it moves, and what they cost."""
 
 import dataclasses
-from unittest import mock
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
