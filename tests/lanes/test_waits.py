@@ -490,6 +490,15 @@ def run_a_layer(model):
         model.layers[2](torch.ones(3, 40, dtype=model.layers[2].weight.dtype))
 
 
+def hold_gradients(model):
+    model.held = [param.grad for param in model.parameters()]
+
+
+def use_held_gradients(model, optimizer):
+    """Behind a step that still reads them: they come to the device, scaled, and go back."""
+    return [gradient.norm() for gradient in model.held]
+
+
 def read_gradients(model):
     """They stay on the host, where they are read."""
     return [param.grad.clone() for param in model.parameters()]
@@ -765,6 +774,9 @@ ALL_HOSTED |= {
     "in_place_clipped_now_and_then": partial(hosted, **NOW_AND_THEN, **BY_CPU, **BOTH),
     "in_place_in_backward": partial(hosted, layer=Wide, **BY_CPU, **EARLY),
     "in_place_a_layer_run_before_the_step": partial(hosted, before_step=run_a_layer, **BY_CPU, **FORWARD),
+    "in_place_gradients_used_afterwards": partial(
+        hosted, clip=[1e-4], before_step=hold_gradients, between=use_held_gradients, **BY_CPU, **FORWARD
+    ),
     "in_place_gradients_by_hand": partial(hosted, between=step_by_hand, **BY_CPU, **FORWARD),
     "in_place_weights_written": partial(hosted, between=write_weights, **BY_CPU, **FORWARD),
     "in_place_evaluated": partial(hosted, between=evaluate, **BY_CPU, **FORWARD),
@@ -836,6 +848,7 @@ WAITS = [
     "gradient: it has returned",
     "gradient: it is made",
     "gradient: it is on the host",
+    "gradient: the CPU has used it",
     "gradient: the host may write it",
     "gradient: the host reads it",
     "gradient: the memory is free",

@@ -530,6 +530,7 @@ class Engine:
         # Other updates of the step may still be on their way, and must not come after what is loaded next.
         with contextlib.suppress(Exception):  # where the device itself has failed, `error` says so
             self.transport.synchronize("reset: nothing is under way")
+            self.transport.forget_host_marks()
         raise StepLostError(self.lost) from error
 
     @property

@@ -241,6 +241,14 @@ class HostGradient:
         self._await_copies()
         self.here, self.scales = None, []
 
+    def forget_marks(self) -> None:
+        """The lanes have been drained, and what was under way may have failed."""
+        if self._leaving is not None:
+            if not self._updating:
+                self._lanes.touch(writes=[self._leaving])
+            self._leaving = None
+        self.stored = self.read = None
+
     def _await_copies(self) -> None:
         self.let_go()
         if self._returned is not None:
@@ -353,6 +361,15 @@ class HostGradients:
     def drop_idle(self) -> None:
         """Give back memory of gradients beside weights on the device that wait for no step. The lanes were drained."""
         self.drop([state for state, one in self._of.items() if state.hosted is None and not one.is_held])
+
+    def nbytes_of(self, states: Iterable[ParamState]) -> int:
+        """What is there already for `states`."""
+        return sum(self._of[state].nbytes for state in states if state in self._of)
+
+    def forget_marks(self) -> None:
+        """The lanes have been drained, and what was under way may have failed."""
+        for gradient in self._all:
+            gradient.forget_marks()
 
     def let_go_of(self, state: ParamState) -> None:
         if state in self._of:

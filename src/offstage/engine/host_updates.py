@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from offstage.engine.gradients import HostGradient
 from offstage.lanes.lanes import Lane, Lanes, Mark
 from offstage.memory.arena import Arena, round_up
 from offstage.planning.plan import HOST_SLOTS
-from offstage.rules.rule import ParamUpdate, PieceUpdate, Rule
+from offstage.rules.rule import HostedLayer, ParamUpdate, PieceUpdate, Rule
 
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(device, host) tensors to copy between."""
@@ -68,6 +69,8 @@ class HostUpdates:
         self._slots: deque[_HostSlot] = deque()
         self._factors: list[_Factor] = []
         """What clipping has found in this step, each behind the one before."""
+        self._last: dict[HostedLayer, Mark] = {}
+        """Behind each, the updates in place of a layer in this step."""
         self._looked: Mark = None
         """Behind it the rule has looked at all weights in place that this step updates so far."""
         self._counting = threading.Lock()
@@ -88,8 +91,9 @@ class HostUpdates:
             self._slots.append(_HostSlot(Arena(slot_bytes, torch.uint8, self._device, pin=self._pin), free=None))
 
     def begin_step(self) -> None:
-        """Nothing of the step before is under way, or what it found is known to be on the host."""
+        """The caller's stream waits for all of the step before; updates in place are of one step as a whole."""
         self._factors.clear()
+        self._last.clear()
         self._looked = None
 
     def send(self, chunk: StateChunk, pieces: Sequence[tuple[StatePiece, ParamUpdate]], begun: Mark) -> Mark:
@@ -164,9 +168,17 @@ class HostUpdates:
             },
         )
         layer.was_updated(behind)
+        self._last[layer] = behind
         for gradient in gradients:
             gradient.read = behind
+            gradient.postpone(weakref.WeakMethod(self.finish))
         return behind
+
+    def finish(self) -> None:
+        """Other code is about to use gradients that updates in place read: these come first."""
+        for mark in self._last.values():
+            self._lanes.wait_on_host(mark, "gradient: the CPU has used it")
+        self._last.clear()
 
     def _look(self, pieces: Sequence[tuple[StatePiece, ParamUpdate]], begun: Mark) -> Mark:
         """The mark behind which the step has begun, and the rule has looked at all weights of `pieces`, each once."""
@@ -229,6 +241,7 @@ class HostUpdates:
         """Nothing is under way: the lanes have been drained."""
         for slot in self._slots:
             slot.free = None
+        self._last.clear()
 
     def close(self, reason: str) -> None:
         """Give the staging buffers back."""

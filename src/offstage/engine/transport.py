@@ -198,10 +198,17 @@ class Transport:
         """After a lost step: forget trips that were under way."""
         self.synchronize("reset: nothing is under way")
         self.lanes.forget()
+        self.forget_host_marks()
         self.external_writes.forget()
         self._arenas.forget_stores()
         self.pipeline.reset()
         self.host_updates.forget()
+
+    def forget_host_marks(self) -> None:
+        """The lanes have been drained: weights and gradients on the host are as the last work left them."""
+        for layer in self.layers:
+            layer.forget()
+        self.gradients.forget_marks()
 
     def close(self) -> None:
         """Give everything back: slots behind their last store, then the arenas."""

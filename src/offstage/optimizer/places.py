@@ -30,7 +30,15 @@ from offstage.memory.claims import Claim
 from offstage.optimizer.checks import check_no_overlap, check_options, check_param
 from offstage.planning.layout import padded_bytes
 from offstage.planning.measure import measure_machine
-from offstage.planning.plan import HOST_SLOTS, Plan, plan_placements, refuse_costly, refuse_idle, staging_bytes
+from offstage.planning.plan import (
+    HOST_SLOTS,
+    Plan,
+    host_share,
+    plan_placements,
+    refuse_costly,
+    refuse_idle,
+    staging_bytes,
+)
 from offstage.planning.planner import choose_host_fraction
 from offstage.planning.sizes import ParamSize
 from offstage.rules import Rule
@@ -198,20 +206,44 @@ class Places:
     def _planned(self, device: torch.device, states: Sequence[ParamState], weights_move: bool) -> Plan:
         """Where `states` go; those that have a place keep it."""
         placed = {i: state.placement for i, state in enumerate(states) if state is self.states.get(state.param)}
-        for i, state in enumerate(states):
-            if state.frozen:
-                placed[i] = Placement.RESIDENT
-            elif i not in placed and not weights_move and host_weight_of(state.param) is not None:
-                before = self.states.get(state.param)  # with fewer keys
-                is_by_cpu = before is not None and before.placement is Placement.HOST
-                placed[i] = Placement.HOST if is_by_cpu else Placement.STREAMED
+        placed |= {i: Placement.RESIDENT for i, state in enumerate(states) if state.frozen}
         sizes = [self.size_of(state) for state in states]
         try:
-            return plan_placements(sizes, self._decided(device, sizes), placed)
+            config = self._decided(device, sizes)
+            if not weights_move:
+                placed |= self._beside_weights(states, sizes, config, placed)
+            return plan_placements(sizes, config, placed)
         except ConfigError as error:
             if not placed:
                 raise
             raise ConfigError(f"{error} Or call replan() with the same settings: it places all anew.") from error
+
+    def _beside_weights(
+        self,
+        states: Sequence[ParamState],
+        sizes: Sequence[ParamSize],
+        config: OffloadConfig,
+        placed: Mapping[int, Placement],
+    ) -> dict[int, Placement]:
+        """Where state goes whose weight lives on the host and stays there: all of a layer to the device, or to the CPU.
+
+        What is added to layers goes where the rest of its layer is. If all is placed anew, the plan decides.
+        """
+        hosted = {i: host_weight_of(state.param) for i, state in enumerate(states) if i not in placed}
+        new = {i: weight.layer for i, weight in hosted.items() if weight is not None}
+        if not new:
+            return {}
+        if host_share(config) == 1.0:
+            return dict.fromkeys(new, Placement.HOST)
+        by_cpu = {
+            state.hosted.layer
+            for state in self.states.values()
+            if state.hosted is not None and state.placement is Placement.HOST
+        }
+        if not self.states:
+            free = plan_placements(sizes, config, placed).placements
+            by_cpu = {layer for i, layer in new.items() if free[i] is Placement.HOST}
+        return {i: Placement.HOST if layer in by_cpu else Placement.STREAMED for i, layer in new.items()}
 
     def _move_weights(self, moving: MovingWeights, states: Sequence[ParamState], stay: Sequence[torch.Tensor]) -> None:
         """Weights whose state leaves the device, and those without any, go to the host; not those of `stay`."""

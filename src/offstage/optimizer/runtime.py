@@ -410,7 +410,9 @@ class Runtime:
     def _prove_effect(self, updates: list[ParamUpdate]) -> None:
         """A parameter whose state lives on the host had a gradient: then bytes must have moved."""
         moved = [update.of for update in updates if update.of.local.numel()]  # this rank's shard may be empty
-        away = [of for of in moved if self.places.states[of.param].placement is not Placement.RESIDENT]
+        # What the CPU updates where its weight and a gradient given by hand are does not move at all.
+        in_place = {of for of in moved if of.hosted is not None and of.placement is Placement.HOST}
+        away = [of for of in moved if of not in in_place and of.placement is not Placement.RESIDENT]
         if away and not (self.last_moved.up or self.last_moved.down):
             raise OffloadIneffectiveError(
                 f"{len(away)} parameters with state on the host had gradients (first: {away[0].name!r}), and "

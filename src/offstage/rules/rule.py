@@ -129,6 +129,9 @@ class HostedLayer(Protocol):
     def drop(self) -> None:
         """Let go of the copy."""
 
+    def forget(self) -> None:
+        """Nothing is under way, and what was may have failed."""
+
 
 class StateHome(Protocol):
     """Where state that is off the device is kept."""

@@ -280,14 +280,18 @@ class HostLayer:
         self._place = lanes.here()
         lanes.touch(writes=[self.copy])
         copies = [copy for weight in self.weights for copy in weight.copies_up()]
-        self.read = self.fetched = lanes.submit(
-            Lane.WEIGHTS_UP,
-            copy_work(copies),
-            # The caller's stream has waited for the last store when it dropped the copy before.
-            after={"weights: the memory is free": lanes.mark(), "weights: the CPU has updated them": self.updated},
-            reads=[host for _, host in copies],
-            writes=[target for target, _ in copies],
-        )
+        try:
+            self.read = self.fetched = lanes.submit(
+                Lane.WEIGHTS_UP,
+                copy_work(copies),
+                # The caller's stream has waited for the last store when it dropped the copy before.
+                after={"weights: the memory is free": lanes.mark(), "weights: the CPU has updated them": self.updated},
+                reads=[host for _, host in copies],
+                writes=[target for target, _ in copies],
+            )
+        except Exception:
+            self.copy = None
+            raise
         lanes.prioritise(self.fetched)
         self._waited, self.used = False, None
         self.note_versions()
@@ -337,21 +341,27 @@ class HostLayer:
 
     def was_updated(self, mark: Mark) -> None:
         """The CPU updates weights where they live."""
-        self.updated = self.stored = mark
+        self.updated = mark
+
+    def forget(self) -> None:
+        """Nothing is under way, and what was may have failed: the lanes have been drained."""
+        self.read = self.stored = self.updated = self.used = None
+        self._waited = True
 
     @property
     def is_on_host(self) -> bool:
         """Whether the host has waited for the last store: its weights can be read there."""
-        return self.stored is None
+        return self.stored is None and self.updated is None
 
     def let_write(self) -> None:
         """The host waits until no copy reads or writes the host's weights."""
-        if self.read is None and self.stored is None:
+        if self.read is None and self.is_on_host:
             return
         if self.read is not None:
             self._lanes.wait_on_host(self.read, "weights: the host may write")
-        if self.stored is not None:
-            self._lanes.wait_on_host(self.stored, "weights: the host may read")
+        for mark in (self.stored, self.updated):
+            if mark is not None:
+                self._lanes.wait_on_host(mark, "weights: the host may read")
         self._lanes.touch_on_host(writes=[weight.host for weight in self.weights])
         self.read = self.stored = self.updated = None
         for weight in self.weights:

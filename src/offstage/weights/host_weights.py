@@ -481,7 +481,12 @@ class HostWeights:
     def _fetch(self, module: nn.Module) -> None:
         layer = self._layers[module]
         self._here[module] = None
-        self.bytes_fetched += layer.fetch()
+        try:
+            self.bytes_fetched += layer.fetch()
+        except Exception:
+            if layer.updated is not None:
+                self._tell("weights_needed", layer)  # if its update has failed, that says so
+            raise
         if running_backward() is None:
             self._tell("weights_coming", layer)
 
@@ -500,8 +505,9 @@ class HostWeights:
 
     def _drop(self, module: nn.Module) -> None:
         layer = self._layers[module]
-        self._tell("weights_leaving", layer)
-        layer.drop()
+        if layer.copy is not None:  # otherwise the CPU updates it, and has let go of it
+            self._tell("weights_leaving", layer)
+            layer.drop()
         self._here.pop(module, None)
 
     def _tell(self, what: str, layer: HostLayer) -> None:

@@ -413,7 +413,8 @@ class Overlap:
                 if not engine.transport.lanes.capturing():
                     with contextlib.suppress(StepLostError):
                         engine.settle(states, "read: the weights are ready")
-            self._owner.settle_host_weights(params)
+            with contextlib.suppress(StepLostError):
+                self._owner.settle_host_weights(params)
 
     def check_between_steps(self) -> None:
         """Raise if some weights are new and some are old: a reader would get a mixture."""
@@ -490,6 +491,8 @@ class Overlap:
         if not chosen or not speculation.allows_early or not engine.transport.is_open:
             return False
         if not has_placed_gradient(state.param):  # ranks decide for themselves what is early: no collective here
+            return False
+        if state.hosted is not None and state.placement is Placement.HOST:  # the CPU needs the norm, and the gradient
             return False
         if speculation.clips and state.hosted is not None and state.hosted.spare is None:  # frozen until now
             return False

@@ -140,9 +140,8 @@ class Speculation:
         training = [state for engine in engines for state in engine.arenas.hosted if _speculates(state)]
         hosted = [state.hosted for state in training if state.hosted is not None]
         need = sum(engine.arenas.streamed_bytes for engine in engines)
-        need += sum(2 * weight.host.nbytes for weight in hosted) - sum(
-            one.transport.gradients.nbytes for one in engines
-        )
+        need += sum(2 * weight.host.nbytes for weight in hosted)
+        need -= sum(one.transport.gradients.nbytes_of(training) for one in engines)
         used = sum(engine.transport.host_bytes for engine in engines)
         try:
             with check_host_memory(need, host_budget, already_bytes=used, beside=beside):
