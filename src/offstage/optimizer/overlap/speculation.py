@@ -141,7 +141,10 @@ class Speculation:
         hosted = [state.hosted for state in training if state.hosted is not None]
         need = sum(engine.arenas.streamed_bytes for engine in engines)
         need += sum(2 * weight.host.nbytes for weight in hosted)
-        need -= sum(one.transport.gradients.nbytes_of(training) for one in engines)
+        # Gradients that are there give their room to those that speculation needs, but for those that leave anyway.
+        by_cpu = [one for engine in engines for one in engine.arenas.hosted if one.placement is Placement.HOST]
+        there = [engine.transport.gradients for engine in engines]
+        need -= sum(gradients.nbytes - gradients.nbytes_of(by_cpu) for gradients in there)
         used = sum(engine.transport.host_bytes for engine in engines)
         try:
             with check_host_memory(need, host_budget, already_bytes=used, beside=beside):
