@@ -1399,16 +1399,21 @@ BAD = {
 
 
 @EACH
-def test_a_host_budget_is_for_weights_and_state_together(mode):
-    model, optimizer = offloaded(config=MODES[mode])
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["by the device", "half by the CPU"])
+def test_a_host_budget_is_for_weights_and_state_together(mode, share):
+    config = {**MODES[mode], "host_fraction": share}
+    model, optimizer = offloaded(config=config)
     iterate(model, optimizer, range(2))
     receipt = optimizer.receipt()
     need = receipt.host_state_bytes + receipt.host_weight_bytes
     if "backward" not in mode and mode != "both":
         need += receipt.host_gradient_bytes
-    offloaded(config={**MODES[mode], "host_budget": need})
+    else:  # the others are used at once
+        states = runtime_of(optimizer).places.states
+        need += sum(one.nbytes for one in model.layers.parameters() if states[one].placement is Placement.HOST)
+    offloaded(config={**config, "host_budget": need})
     with pytest.raises(HostMemoryError, match=r"host_budget of .* of state, weights and gradients\. Raise it"):
-        offloaded(config={**MODES[mode], "host_budget": need - 4096})
+        offloaded(config={**config, "host_budget": need - 4096})
 
 
 def state_of(model):

@@ -127,7 +127,8 @@ class Places:
         wanted = [state for states in by_device.values() for state in states]
         self.all_taken()  # what the first step takes is counted anew
         stay = [state.param for state in wanted if state.placement is Placement.RESIDENT and not state.frozen]
-        moved_bytes = moving.host_bytes(stay) if moving is not None else 0
+        by_cpu = [state.param for state in wanted if state.placement is Placement.HOST]
+        moved_bytes = moving.host_bytes(stay, by_cpu) if moving is not None else 0
         try:
             with self._check_host_memory(plans, by_device, existing or {}, moved_bytes):
                 if moving is not None:

@@ -110,10 +110,14 @@ class MovingWeights:
         }
         return {layer: params for layer, params in chosen.items() if params}
 
-    def host_bytes(self, stay: Iterable[torch.Tensor]) -> int:
-        """Host memory for the weights that leave, and for their gradients if these are not used at once."""
-        weights = sum(param.nbytes for params in self._leaving(stay).values() for param in params.values())
-        return weights if self._config.update_in_backward else 2 * weights
+    def host_bytes(self, stay: Iterable[torch.Tensor], by_cpu: Iterable[torch.Tensor] = ()) -> int:
+        """Host memory for the weights that leave, and for their gradients if these are not used at once.
+
+        `by_cpu`: parameters that the CPU updates, which never uses gradients at once.
+        """
+        leaving = [param for params in self._leaving(stay).values() for param in params.values()]
+        later = set(by_cpu) if self._config.update_in_backward else set(leaving)
+        return sum((1 + (param in later)) * param.nbytes for param in leaving)
 
     def undo(self) -> None:
         """Everything is where it was."""
