@@ -55,7 +55,7 @@ from offstage.lanes.lanes import (
 )
 from offstage.lanes.link import link_for, use_lanes
 from offstage.lanes.testing.device_memory import DeviceMemory
-from offstage.lanes.testing.op_cost import WAITS, Operation, cost_of, operation_of, tensors_in
+from offstage.lanes.testing.op_cost import WAITS, Cost, Operation, cost_of, operation_of, tensors_in
 from offstage.lanes.testing.virtual_time import DeviceClock
 from offstage.memory.arena import cgroup_available, mem_available
 
@@ -217,24 +217,15 @@ class SimulatedDevice:
             for tensor in given:
                 self.memory.look_again(tensor.untyped_storage())
         if self.lane is None:
-            self._pass_time(operation, args, kwargs, made, given, new)
+            cost = cost_of(operation, args, kwargs, made, given, new)
+            if cost.flops or cost.nbytes:
+                self._pass_time(operation, args, kwargs, cost)
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return self.memory.holds(tensor.untyped_storage())
 
-    def _pass_time(
-        self,
-        operation: Operation,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        made: Any,
-        given: Sequence[torch.Tensor],
-        new: Sequence[torch.Tensor],
-    ) -> None:
+    def _pass_time(self, operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any], cost: Cost) -> None:
         clock = self.clock
-        cost = cost_of(operation, args, kwargs, made, given, new)
-        if not cost.flops and not cost.nbytes:
-            return
         clock.launch()
         if operation.name == "copy_" and self._is_here(args[0]) != self._is_here(args[1]):
             up = self._is_here(args[0])
