@@ -60,7 +60,7 @@ class _Factor:
 
 
 class HostUpdates:
-    """One device's staging buffers on the host."""
+    """One device's updates by the CPU: through staging buffers, or in place."""
 
     def __init__(self, lanes: Lanes, rule: Rule, device: torch.device, *, pin: bool) -> None:
         self.bytes_down = 0

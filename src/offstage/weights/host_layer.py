@@ -340,7 +340,7 @@ class HostLayer:
         self.used = self.stored = mark
 
     def was_updated(self, mark: Mark) -> None:
-        """The CPU updates weights where they live."""
+        """The CPU updates weights where they live, until behind `mark`."""
         self.updated = mark
 
     def forget(self) -> None:
@@ -350,7 +350,7 @@ class HostLayer:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the host has waited for the last store: its weights can be read there."""
+        """Whether the host has waited for the last store and the CPU's last updates: its weights can be read there."""
         return self.stored is None and self.updated is None
 
     def let_write(self) -> None:
