@@ -150,8 +150,9 @@ def test_forward_begins_before_the_cpu_is_done(share):
         assert order.index(("waits", f"layers.{number}.up.weight")) > order.index(("runs", number - 1))
 
 
+@pytest.mark.parametrize("found_by", ["forward", "a gradient"])
 @pytest.mark.parametrize("config", [HOST, FORWARD], ids=["in step", "under forward"])
-def test_an_update_that_fails_loses_the_step_and_nothing_else(config):
+def test_an_update_that_fails_loses_the_step_and_nothing_else(config, found_by):
     """In a thread of the host: what is said is that the step is lost; a checkpoint brings everything back."""
     prepare, calls = AdamRule._prepare, []
 
@@ -163,9 +164,13 @@ def test_an_update_that_fails_loses_the_step_and_nothing_else(config):
 
     def use(model, optimizer):
         loss_of(model, 2).backward()
+        gradients = [param.grad for param in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-        loss_of(model, 3)
+        if found_by == "forward":
+            loss_of(model, 3)
+        else:
+            [gradient.norm() for gradient in gradients]
         optimizer.synchronize()
 
     with lazily(THREADED):

@@ -284,6 +284,13 @@ class Engine:
         if self.postponed is not None:
             self.resume([state for state, chunks in self.postponed.left.items() if chunks])
 
+    def finish_in_place(self) -> None:
+        """Return when no update that the CPU makes where its gradient is needs that gradient."""
+        try:
+            self.transport.host_updates.finish_in_place()
+        except Exception as error:
+            self._lose(error)
+
     def _end_round(self) -> None:
         """All its updates are under way, and stay."""
         assert self.round is not None
@@ -396,6 +403,8 @@ class Engine:
         self.updating = True
         if chunk.is_in_place:
             up = self.transport.host_updates.update_in_place(chunk, pieces, self._begun)
+            for update in updates:
+                update.left.postpone(weakref.WeakMethod(self.finish_in_place))
         else:
             up = self.transport.host_updates.send(chunk, pieces, self._begun)
         self.transport.bytes_updated_on_host += sum(

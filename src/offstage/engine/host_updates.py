@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,10 +170,9 @@ class HostUpdates:
         self._last[layer] = behind
         for gradient in gradients:
             gradient.read = behind
-            gradient.postpone(weakref.WeakMethod(self.finish))
         return behind
 
-    def finish(self) -> None:
+    def finish_in_place(self) -> None:
         """Other code is about to use gradients that updates in place read: these come first."""
         for mark in self._last.values():
             self._lanes.wait_on_host(mark, "gradient: the CPU has used it")
